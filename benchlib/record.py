@@ -1,0 +1,215 @@
+"""What a run leaves behind: `results/<campaign>/<run>/record.json` and `requests.jsonl`.
+
+Schema history (`SCHEMA_VERSION`):
+1  first version.
+
+A record is written to a temporary name, fsynced and renamed, `requests.jsonl` before `record.json`, so a folder with a
+`record.json` holds the whole run. Nothing in it is derived: rates, latencies and ratios are computed from the ticks by
+`metrics`, each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from benchlib.errors import RecordError
+from benchlib.spec import Frozen, RunSpec, content_hash
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "CellRecord",
+    "RequestRecord",
+    "RunRecord",
+    "ServerRecord",
+    "load_record",
+    "load_requests",
+    "run_identity",
+    "save_run",
+    "write_atomic",
+]
+
+SCHEMA_VERSION = 1
+Tick = tuple[float, int]
+
+
+class RequestRecord(Frozen):
+    """One request as the client saw it. Times are seconds after `sent_s`, which counts from the run's own epoch."""
+
+    prompt: str
+    max_new_tokens: int
+    concurrency: int
+    round: int = Field(description="which repeat of the cell; warm-ups count apart, from 0")
+    stream: int = Field(0, description="which of the round's concurrent requests")
+    warmup: bool = False
+    sent_s: float = Field(description="seconds from the run's epoch to the first byte sent")
+    ticks: tuple[Tick, ...] = Field(
+        description="(seconds after sent_s, completion tokens so far) of each streamed chunk"
+    )
+    end_s: float | None = Field(
+        description="seconds after sent_s when the stream ended; None: it did not"
+    )
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    verify_ct: int | None = Field(
+        None, description="target verify steps (spec_verify_ct); None: autoregressive"
+    )
+    correct_drafts: int | None = Field(
+        None, description="accepted drafts, bonus excluded (spec_num_correct_drafts)"
+    )
+    proposed_drafts: int | None = Field(
+        None, description="drafted nodes or tokens (spec_num_proposed_drafts)"
+    )
+    drafts_histogram: tuple[int, ...] | None = Field(
+        None, description="index: accepted drafts in a step; value: steps"
+    )
+    output_ids: tuple[int, ...] | None = None
+    server_times: dict[str, float] = Field(
+        default_factory=dict, description="the server's own; never used for a rate"
+    )
+    error: str | None = None
+
+
+class CellRecord(Frozen):
+    """One prompt x max_new_tokens x concurrency, measured inside one start."""
+
+    prompt: str
+    max_new_tokens: int
+    concurrency: int
+    rounds: int
+    prompt_sha256: str = Field(description="of the prompt's text or ids as sent")
+    warnings: tuple[str, ...] = ()
+
+
+class ServerRecord(Frozen):
+    """The server that was measured: how it was started and what it said of itself."""
+
+    url: str
+    attached: bool = False
+    argv: tuple[str, ...] = ()
+    env: dict[str, str] = Field(
+        default_factory=dict, description="variables set for the server beyond the inherited ones"
+    )
+    pid: int | None = None
+    startup_s: float | None = None
+    version: str | None = None
+    verify_tokens: int | None = Field(
+        None, description="tokens of one verify forward: 1 + nodes; None when autoregressive"
+    )
+    effective_max_running_requests: int | None = None
+    info: dict[str, Any] = Field(
+        default_factory=dict, description="/server_info, less what may hold secrets"
+    )
+    log: str = Field("", description="the log's path inside the run's folder")
+
+
+class RunRecord(Frozen):
+    """One run, whole: a finished one or a failed one with its reason."""
+
+    schema_version: Literal[1] = 1
+    status: Literal["ok", "failed"]
+    error: str | None = None
+    spec: RunSpec
+    identity: str = Field(
+        description="hash of spec, variables, package versions and devices: what resuming compares"
+    )
+    started_at: str = Field(description="wall-clock time, ISO 8601 with zone")
+    duration_s: float
+    environment: dict[str, Any] = Field(description="provenance, from benchlib.environment")
+    placement: dict[str, Any] | None = None
+    server: ServerRecord | None = None
+    cells: tuple[CellRecord, ...] = ()
+    warnings: tuple[str, ...] = ()
+    requests_sha256: str | None = Field(
+        None, description="of requests.jsonl: a truncated one is found out"
+    )
+
+
+def run_identity(spec: RunSpec, environment: dict[str, Any]) -> str:
+    """Hash of everything that makes two runs the same run; `environment["identity"]` is its volatile part."""
+    return content_hash(
+        {"spec": spec.model_dump(mode="json"), "environment": environment.get("identity", {})}
+    )
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write beside `path`, fsync, rename: readers see the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def save_run(folder: Path, record: RunRecord, requests: Iterable[RequestRecord]) -> RunRecord:
+    """Write both files of a run, requests first; returns the record with their checksum."""
+    lines = b"".join(r.model_dump_json(exclude_defaults=True).encode() + b"\n" for r in requests)
+    record = record.model_copy(update={"requests_sha256": hashlib.sha256(lines).hexdigest()})
+    write_atomic(folder / "requests.jsonl", lines)
+    write_atomic(folder / "record.json", record.model_dump_json(indent=1).encode() + b"\n")
+    return record
+
+
+def load_record(folder: Path | str) -> RunRecord:
+    """Read and verify `record.json`; RecordError when missing, partial, of another schema, or without its requests."""
+    folder = Path(folder)
+    path = folder / "record.json"
+    try:
+        record = RunRecord.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise RecordError(
+            f"{folder} holds no record.json: the run did not finish; run its sweep again"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "file"
+        raise RecordError(
+            f"{path} is not a record of schema {SCHEMA_VERSION}: {where}: {first['msg']}; "
+            "move it away and run its sweep again"
+        ) from None
+    if record.requests_sha256 is not None:
+        _check_requests(folder / "requests.jsonl", record.requests_sha256)
+    return record
+
+
+def load_requests(folder: Path | str) -> Sequence[RequestRecord]:
+    """Every request of a run, warm-ups and failed ones included, in the order they were sent."""
+    path = Path(folder) / "requests.jsonl"
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError as error:
+        raise RecordError(f"{path} is missing: run the sweep again") from error
+    try:
+        return [RequestRecord.model_validate_json(line) for line in lines]
+    except ValidationError as error:
+        raise RecordError(
+            f"{path} has a broken line: {error.errors()[0]['msg']}; run its sweep again"
+        ) from None
+
+
+def _check_requests(path: Path, expected: str) -> None:
+    try:
+        seen = hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError as error:
+        raise RecordError(
+            f"{path} is missing though its record names it: run the sweep again"
+        ) from error
+    if seen != expected:
+        raise RecordError(
+            f"{path} has SHA-256 {seen[:12]}..., its record says {expected[:12]}...: "
+            "it was cut or changed; run the sweep again"
+        )

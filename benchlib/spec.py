@@ -1,0 +1,271 @@
+"""What is to be run: `Workload`, `RunSpec` and `Sweep`, frozen and validated, all errors at once.
+
+A *condition* is what is compared; a *run* is one server start of one condition. A sweep file crosses axes into
+conditions and repeats each over `starts`. Everything a notebook is given as a parameter comes from here, so a name
+that is not a field of `RunSpec` or `Workload` is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from benchlib.errors import SpecError
+
+__all__ = [
+    "Engine",
+    "EngineOptions",
+    "Method",
+    "NumaPolicy",
+    "RunSpec",
+    "Sweep",
+    "Workload",
+    "content_hash",
+    "load_sweep",
+]
+
+Engine = Literal["reference", "sglang"]
+Method = Literal["auto", "linear", "ddtree"]
+NumaPolicy = Literal["pack", "allow-cross", "spread"]
+PromptSet = Literal["openings", "instructions", "random-ids"]
+M = TypeVar("M", bound=BaseModel)
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Frozen(BaseModel):
+    """Base of every model that crosses a file or a notebook parameter."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+def content_hash(value: object) -> str:
+    """Hash of a JSON-able value, independent of key order: 16 hex digits of SHA-256."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Workload(Frozen):
+    """The cells measured inside one server start: prompts x max_new_tokens x concurrency."""
+
+    prompts: tuple[str, ...] = Field(("fib", "qsort", "arith", "json"), min_length=1)
+    prompt_set: PromptSet = "openings"
+    max_new_tokens: tuple[Positive, ...] = Field((256,), min_length=1)
+    concurrency: tuple[Positive, ...] = Field((1,), min_length=1)
+    warmups: int = Field(
+        1, ge=0, description="untimed requests before each cell, kept in the record apart"
+    )
+    repeats: int = Field(
+        3, ge=1, description="timed rounds of each cell; a round is `concurrency` requests at once"
+    )
+    temperature: float = Field(0.0, ge=0.0)
+    ignore_eos: bool = True
+
+    @model_validator(mode="after")
+    def _no_doubles(self) -> Self:
+        for name in ("prompts", "max_new_tokens", "concurrency"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name} names a value twice: {list(values)}")
+        return self
+
+
+class RunSpec(Frozen):
+    """One server start of one condition, fully resolved."""
+
+    campaign: str = Field("adhoc", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    engine: Engine = "reference"
+    tp_size: Positive = 1
+    method: Method = "auto"
+    tree_budget: int | None = Field(
+        None, ge=1, le=1024, description="nodes beside the root; only with ddtree"
+    )
+    block_size: int = Field(
+        16, ge=2, le=64, description="DFlash block: anchor + block_size - 1 drafts"
+    )
+    start: Positive = 1
+    model_path: str = Field("", description="empty: the engine's own default")
+    draft_model_path: str = Field("", description="empty: the engine's own default")
+    weights: Literal["real", "random"] = "real"
+    seed: int = 0
+    nccl_profile: str = "none"
+    numa_policy: NumaPolicy = "pack"
+    max_running_requests: Positive = 8
+    server_python: str = Field("", description="interpreter that has the engine; empty: this one")
+    server_args: tuple[str, ...] = ()
+    server_env: dict[str, str] = Field(default_factory=dict)
+    attach: str = Field(
+        "",
+        description="URL of a running server that is measured but never stopped; empty: start one",
+    )
+    startup_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(600.0, gt=0)
+    workload: Workload = Workload()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        problems = []
+        if self.method == "ddtree" and self.tree_budget is None:
+            problems.append('method "ddtree" needs tree_budget (1 to 1024)')
+        if self.method != "ddtree" and self.tree_budget is not None:
+            problems.append(
+                f'tree_budget={self.tree_budget} means nothing for method "{self.method}": leave it out'
+            )
+        if max(self.workload.concurrency) > self.max_running_requests:
+            problems.append(
+                f"concurrency {max(self.workload.concurrency)} exceeds max_running_requests={self.max_running_requests}"
+                ": requests would queue and the figure would measure the queue"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def condition_name(self) -> str:
+        """`tp4-auto`, `tp4-linear`, `tp4-b15`: the campaign's short names."""
+        return f"tp{self.tp_size}-{self.method if self.tree_budget is None else f'b{self.tree_budget}'}"
+
+    @property
+    def run_name(self) -> str:
+        """The condition's name, with `.2` for a second start: the run's folder."""
+        return self.condition_name if self.start == 1 else f"{self.condition_name}.{self.start}"
+
+    @property
+    def hash(self) -> str:
+        """Content hash of the whole spec."""
+        return content_hash(self.model_dump(mode="json"))
+
+    @classmethod
+    def from_parameters(cls, parameters: dict[str, Any]) -> Self:
+        """Build from flat notebook parameters; raises SpecError with every problem found."""
+        names = set(Workload.model_fields)
+        workload = {k: v for k, v in parameters.items() if k in names}
+        rest = {k: v for k, v in parameters.items() if k not in names}
+        return _checked(cls, {**rest, "workload": workload}, "run")
+
+    def to_parameters(self) -> dict[str, Any]:
+        """The flat form, of JSON types: what papermill is given."""
+        data = self.model_dump(mode="json")
+        return {**{k: v for k, v in data.items() if k != "workload"}, **data["workload"]}
+
+
+class EngineOptions(Frozen):
+    """What a sweep says of one engine, applied when `engine` selects it."""
+
+    model_path: str = ""
+    draft_model_path: str = ""
+    weights: Literal["real", "random"] = "real"
+    server_python: str = ""
+    server_args: tuple[str, ...] = ()
+    server_env: dict[str, str] = Field(default_factory=dict)
+    prompt_set: PromptSet | None = Field(
+        None, description="replaces the workload's, where the engine needs another"
+    )
+
+
+class Sweep(Frozen):
+    """A sweep file: axes crossed into conditions, each measured in `starts` server starts, order randomised."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = ""
+    engine: Engine = "reference"
+    tp_size: tuple[Positive, ...] = (1,)
+    methods: tuple[Literal["auto", "linear"], ...] = ("auto", "linear")
+    tree_budgets: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = ()
+    block_size: int = 16
+    starts: Positive = 1
+    order_seed: int = 0
+    seed: int = 0
+    nccl_profile: str = "none"
+    numa_policy: NumaPolicy = "pack"
+    max_running_requests: Positive = 8
+    attach: str = ""
+    startup_timeout_s: float = 600.0
+    request_timeout_s: float = 600.0
+    workload: Workload = Workload()
+    engines: dict[Engine, EngineOptions] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _conditions(self) -> Self:
+        if not self.methods and not self.tree_budgets:
+            raise ValueError("a sweep needs at least one of methods or tree_budgets")
+        for name in ("tp_size", "methods", "tree_budgets"):
+            values = getattr(self, name)
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name} names a value twice: {list(values)}")
+        return self
+
+    def runs(self) -> list[RunSpec]:
+        """Every run in measuring order: start 1 of all conditions shuffled, then start 2 of all, and so on."""
+        options = self.engines.get(self.engine, EngineOptions())
+        shared = {
+            **self.model_dump(
+                include={
+                    "engine",
+                    "block_size",
+                    "seed",
+                    "nccl_profile",
+                    "numa_policy",
+                    "max_running_requests",
+                    "attach",
+                    "startup_timeout_s",
+                    "request_timeout_s",
+                }
+            ),
+            **options.model_dump(exclude={"prompt_set"}),
+            "campaign": self.name,
+            "workload": {
+                **self.workload.model_dump(),
+                "prompt_set": options.prompt_set or self.workload.prompt_set,
+            },
+        }
+        methods: list[tuple[str, int | None]] = [(m, None) for m in self.methods]
+        methods += [("ddtree", budget) for budget in self.tree_budgets]
+        ordering = random.Random(self.order_seed)
+        runs = []
+        for start in range(1, self.starts + 1):
+            block = [
+                _checked(
+                    RunSpec,
+                    {**shared, "tp_size": tp, "method": m, "tree_budget": b, "start": start},
+                    "run",
+                )
+                for tp, (m, b) in itertools.product(self.tp_size, methods)
+            ]
+            ordering.shuffle(block)
+            runs += block
+        return runs
+
+
+def load_sweep(path: Path | str, **overrides: object) -> Sweep:
+    """Read a sweep file; `overrides` replace its top-level keys. Raises SpecError naming every problem."""
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"cannot read the sweep file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} is not valid TOML: {error}") from error
+    return _checked(Sweep, {**data, **overrides}, str(path))
+
+
+def _checked(model: type[M], data: dict[str, Any], where: str) -> M:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = [
+            f"  {'.'.join(map(str, e['loc'])) or model.__name__}: {e['msg']} (got {e['input']!r:.80})"
+            for e in error.errors()
+        ]
+        allowed = ", ".join(sorted(model.model_fields))
+        raise SpecError(
+            f"{where} has {len(lines)} problem(s):\n"
+            + "\n".join(lines)
+            + f"\nallowed keys: {allowed}"
+        ) from None
