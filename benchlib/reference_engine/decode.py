@@ -10,7 +10,7 @@ Between rounds a sequence's cache holds all its tokens but the last, which is th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -109,6 +109,8 @@ class Decoder:
         self.cache = Cache(target, slots, rows)
         self.context = drafter.new_cache(slots, rows) if drafter else None
         self.times: StageTimes | None = None
+        # Called with a sequence, logits (T, V) after T of its nodes, and what was picked after each.
+        self.record_logits: Callable[[Generation, Tensor, list[int]], None] | None = None
 
     @property
     def verify_tokens(self) -> int:
@@ -225,14 +227,15 @@ class Decoder:
 
     def _choose(self, logits: Tensor, sequence: Generation) -> list[int]:
         """What the target picks after each row of logits (T, V)."""
+        picks: list[int]
         if sequence.generator is None:
-            picks: list[int] = logits.argmax(-1).tolist()
-            return picks
-        weights = (logits / sequence.request.temperature).softmax(-1).cpu()
-        sampled: list[int] = (
-            torch.multinomial(weights, 1, generator=sequence.generator).squeeze(1).tolist()
-        )
-        return sampled
+            picks = logits.argmax(-1).tolist()
+        else:
+            weights = (logits / sequence.request.temperature).softmax(-1).cpu()
+            picks = torch.multinomial(weights, 1, generator=sequence.generator).squeeze(1).tolist()
+        if self.record_logits is not None:
+            self.record_logits(sequence, logits, picks)
+        return picks
 
     def _count(self, sequence: Generation, tokens: list[int]) -> None:
         """Keep a round's tokens and count its drafts."""

@@ -3,7 +3,7 @@
 Four stages, each leaving its files in `DIR/work`, so that a stopped training goes on where it was:
 
 1. tokens    the corpus, a BPE tokenizer trained on it, and the corpus as token ids
-2. target    next-token cross-entropy; Muon on the matrices, AdamW on the rest; the rate falls with the time that is left
+2. target    next-token cross-entropy; Muon on the matrices, AdamW on the rest; the rate falls as time runs out
 3. rollouts  the target continues openings of training documents, greedily and sampled: what the drafter must predict
 4. drafter   DFlash: random anchors, a block attends to the target's features before its anchor and to itself;
              cross-entropy weighted exp(-(k - 1) / gamma) by slot (arXiv 2602.06036, appendix A.1)
@@ -19,6 +19,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchlib.reference_engine import corpus
+from benchlib.reference_engine import tokenizer as bpe
 from benchlib.reference_engine.drafter import DrafterConfig
 from benchlib.reference_engine.model import (
     Cache,
@@ -40,10 +42,10 @@ from benchlib.reference_engine.model import (
     chain_tree,
     load_weights,
 )
-from benchlib.reference_engine.tokenizer import Tokenizer, train_tokenizer
 
 log = logging.getLogger("benchlib.train")
 CHUNK = 64
+MAX_POSITIONS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,30 +63,31 @@ class Settings:
     draft_layers: int = 2
     taps: tuple[int, ...] = (1, 3, 5)
     block_size: int = 16
-    tokens: int = 150_000_000
-    sequence: int = 512
-    batch: int = 96
+    tokens: int = 120_000_000
+    sequence: int = 768
+    batch: int = 64
     target_minutes: float = 8.0
     target_rate: float = 3e-3
-    rollouts: int = 32768
+    rollouts: int = 24576
     rollout_prompt: int = 64
-    rollout_batch: int = 2048
-    draft_batch: int = 48
-    anchors: int = 32
+    rollout_batch: int = 4096
+    draft_batch: int = 32
+    anchors: int = 48
     drafter_minutes: float = 6.0
     drafter_rate: float = 3e-3
     gamma: float = 7.0
     seed: int = 0
+    real_text: bool = True
 
 
 TINY = Settings(
     vocab_size=512, hidden_size=64, intermediate_size=128, layers=4, heads=2, head_dim=32, gdn_heads=2, draft_layers=1,
     taps=(0, 1, 2), tokens=300_000, sequence=128, batch=8, target_minutes=0.25, rollouts=64, rollout_prompt=64,
-    rollout_batch=32, draft_batch=8, anchors=8, drafter_minutes=0.2,
+    rollout_batch=32, draft_batch=8, anchors=8, drafter_minutes=0.2, real_text=False,
 )  # fmt: skip
 
 
-def target_config(s: Settings, tokenizer: Tokenizer) -> TargetConfig:
+def target_config(s: Settings, tokenizer: bpe.Tokenizer) -> TargetConfig:
     """The target's config for these settings."""
     return TargetConfig(
         vocab_size=s.vocab_size,
@@ -102,7 +105,7 @@ def target_config(s: Settings, tokenizer: Tokenizer) -> TargetConfig:
     )
 
 
-def drafter_config(s: Settings, tokenizer: Tokenizer) -> DrafterConfig:
+def drafter_config(s: Settings, tokenizer: bpe.Tokenizer) -> DrafterConfig:
     """The drafter's config for these settings."""
     return DrafterConfig(
         hidden_size=s.hidden_size,
@@ -339,7 +342,10 @@ class DraftAttention(nn.Module):
                        torch.cat([context_sin.expand(b, -1, -1, -1), sin], 1))  # fmt: skip
         v = self.v_proj(everything).view(b, everything.shape[1], -1, self.d)
         q, k, v = (y.transpose(1, 2).to(v.dtype) for y in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        k, v = (
+            y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v)
+        )  # no kernel has GQA and a mask
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(b, t, -1))
         return out
 
@@ -492,6 +498,7 @@ def use_compiler(enabled: bool) -> None:
     global _MIX
     _MIX = torch.compile(mix_heads, dynamic=False) if enabled else mix_heads
     if enabled:
+        torch._dynamo.config.recompile_limit = 64
         for kind in (Norm, Mlp):
             kind.forward = torch.compile(kind.forward, dynamic=True)  # type: ignore[method-assign]
 
@@ -543,18 +550,19 @@ class Run:
         (self.work / "training.json").write_text(json.dumps(self.facts, indent=1) + "\n")
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(self.out / "target")
+    def tokenizer(self) -> bpe.Tokenizer:
+        return bpe.Tokenizer.load(self.out / "target")
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
-    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Training ids, the places where documents start, and held-out ids."""
+    def tokens(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Training ids, the places where documents start, and held-out ids by kind."""
         data = np.load(self.work / "tokens.npz")
-        train = torch.from_numpy(data["train"].astype(np.int16)).to(self.device)
+        put = lambda name: torch.from_numpy(data[name].astype(np.int16)).to(self.device)  # noqa: E731
+        train = put("train")
         starts = (train == self.tokenizer.eos_token_id).nonzero().squeeze(1) + 1
-        held = torch.from_numpy(data["held_out"].astype(np.int16)).to(self.device)
+        held = {k.removeprefix("held_"): put(k) for k in data.files if k.startswith("held_")}
         return train, starts[: max(1, len(starts) - 2)], held
 
 
@@ -562,15 +570,34 @@ def make_tokens(run: Run, workers: int) -> None:
     """Stage 1."""
     s, begun = run.s, time.monotonic()
     (run.out / "target").mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(s.vocab_size, seed=s.seed)
-    tokenizer.save(run.out / "target")
-    train = corpus.build_tokens(tokenizer, s.tokens, seed=s.seed, workers=workers)
-    held = corpus.build_tokens(
-        tokenizer, max(s.tokens // 200, 20_000), seed=s.seed + 1, workers=workers, held_out=True
+    mixture = {k: v for k, v in corpus.MIXTURE.items() if s.real_text or k in corpus.MAKERS}
+    tokenizer = bpe.train(sample_texts(s, mixture), s.vocab_size)
+    tokenizer.save(run.out / "target", max_length=MAX_POSITIONS)
+    log.info("tokenizer trained after %.0f s", time.monotonic() - begun)
+    train = corpus.build_tokens(
+        tokenizer, s.tokens, s.seed, workers or os.cpu_count() or 1, mixture=mixture
     )
-    np.savez(run.work / "tokens.npz", train=train, held_out=held)
-    run.note("tokens", train=len(train), held_out=len(held), seconds=round(time.monotonic() - begun, 1),
-             sources=corpus.describe_sources())  # fmt: skip
+    held = {}
+    for kind in mixture:
+        texts = corpus.evaluation_documents(kind, 40)
+        ids = [i for ids in tokenizer.encode_batch(texts) for i in [*ids, tokenizer.eos_token_id]]
+        held[f"held_{kind}"] = np.array(ids[:60_000], np.uint16)
+    np.savez(run.work / "tokens.npz", train=train, **held)
+    run.note("tokens", train=len(train), held_out={k: len(v) for k, v in held.items()},
+             mixture=mixture, seconds=round(time.monotonic() - begun, 1),
+             sources=corpus.describe_sources() if s.real_text else {})  # fmt: skip
+
+
+def sample_texts(s: Settings, mixture: dict[str, float]) -> list[str]:
+    """What the tokenizer learns its merges from: up to 24 million characters of the corpus."""
+    left = min(24_000_000, 8 * s.tokens)
+    texts = []
+    for document in corpus.iter_documents(s.seed, mixture=mixture):
+        texts.append(document.text)
+        left -= len(document.text)
+        if left <= 0:
+            break
+    return texts
 
 
 def train_target(run: Run) -> None:
@@ -598,7 +625,8 @@ def train_target(run: Run) -> None:
     save_model(run.out / "target", model.state_dict(), config.to_json())
     run.note("target", steps=trainer.step_count, tokens_seen=trainer.step_count * s.batch * s.sequence,
              parameters=sum(p.numel() for p in model.parameters()), train_loss=round(trainer.loss.item(), 4),
-             held_out_loss=round(held_out_loss(run, model, held), 4), minutes=s.target_minutes)  # fmt: skip
+             held_out_loss={k: round(held_out_loss(run, model, ids), 4) for k, ids in held.items()},
+             minutes=s.target_minutes)  # fmt: skip
 
 
 @torch.no_grad()
@@ -608,7 +636,7 @@ def held_out_loss(run: Run, model: TrainTarget, held: Tensor) -> float:
     windows = held[: len(held) // (length + 1) * (length + 1)].view(-1, length + 1)[:512].long()
     losses = []
     for part in windows.split(run.s.batch):
-        with run.autocast():
+        with run.autocast(), torch.compiler.set_stance("force_eager"):
             hidden, _ = model(part[:, :-1])
             losses.append(
                 token_loss(
@@ -740,7 +768,7 @@ def held_out_accept(
     batches = draft_batches(run, rollouts, run.s.draft_batch)
     for _ in range(8):
         tokens, anchors = next(batches)
-        with run.autocast():
+        with run.autocast(), torch.compiler.set_stance("force_eager"):
             _, taps = target(tokens)
             hidden = drafter(taps, tokens, anchors, target.model.embed_tokens.weight)
             guess = (hidden @ target.model.embed_tokens.weight.T).argmax(-1)
