@@ -29,6 +29,7 @@ __all__ = [
     "ServerRecord",
     "load_record",
     "load_requests",
+    "run_folder",
     "run_identity",
     "save_run",
     "write_atomic",
@@ -49,7 +50,7 @@ class RequestRecord(Frozen):
     warmup: bool = False
     sent_s: float = Field(description="seconds from the run's epoch to the first byte sent")
     ticks: tuple[Tick, ...] = Field(
-        description="(seconds after sent_s, completion tokens so far) of each streamed chunk"
+        description="(seconds after sent_s, completion tokens so far) of each streamed chunk that brought tokens"
     )
     end_s: float | None = Field(
         description="seconds after sent_s when the stream ended; None: it did not"
@@ -137,6 +138,13 @@ def run_identity(spec: RunSpec, environment: dict[str, Any]) -> str:
     return content_hash(
         {"spec": spec.model_dump(mode="json"), "environment": environment.get("identity", {})}
     )
+
+
+def run_folder(results: Path | str, spec: RunSpec) -> Path:
+    """`results/<campaign>/<run>`; in a notebook opened in `notebooks/`, a relative `results` is the project's."""
+    here = Path.cwd()
+    project = here.parent if here.name == "notebooks" else Path()
+    return project / results / spec.campaign / spec.run_name
 
 
 def write_atomic(path: Path, data: bytes) -> None:

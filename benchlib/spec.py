@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import random
 import tomllib
 from pathlib import Path
@@ -142,6 +143,11 @@ class RunSpec(Frozen):
         return content_hash(self.model_dump(mode="json"))
 
     @classmethod
+    def parameter_names(cls) -> tuple[str, ...]:
+        """Names of the flat form: what a notebook's parameters cell holds."""
+        return tuple(cls().to_parameters())
+
+    @classmethod
     def from_parameters(cls, parameters: dict[str, Any]) -> Self:
         """Build from flat notebook parameters; raises SpecError with every problem found."""
         names = set(Workload.model_fields)
@@ -244,7 +250,7 @@ class Sweep(Frozen):
 
 
 def load_sweep(path: Path | str, **overrides: object) -> Sweep:
-    """Read a sweep file; `overrides` replace its top-level keys. Raises SpecError naming every problem."""
+    """Read a sweep file; `overrides` replace its keys, tables merged. Raises SpecError naming every problem."""
     path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -252,7 +258,38 @@ def load_sweep(path: Path | str, **overrides: object) -> Sweep:
         raise SpecError(f"cannot read the sweep file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} is not valid TOML: {error}") from error
-    return _checked(Sweep, {**data, **overrides}, str(path))
+    sweep = _checked(Sweep, _merged(data, overrides), str(path))
+    folder = path.resolve().parent
+    engines = {name: _resolved(options, folder) for name, options in sweep.engines.items()}
+    return sweep.model_copy(update={"engines": engines})
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(base[key], value)
+        for key, value in over.items()
+        if isinstance(value, dict) and isinstance(base.get(key), dict)
+    }
+    return {**base, **over, **both}
+
+
+def _resolved(options: EngineOptions, folder: Path) -> EngineOptions:
+    """Values that begin with `./` or `../` name files beside the sweep file, wherever it is run from."""
+
+    def full(value: str) -> str:
+        relative = value.startswith(("./", "../"))
+        return os.path.normpath(folder / value) if relative else value
+
+    return options.model_copy(
+        update={
+            "model_path": full(options.model_path),
+            "draft_model_path": full(options.draft_model_path),
+            # Not through symbolic links: an interpreter's link tells its environment.
+            "server_python": full(options.server_python),
+            "server_args": tuple(map(full, options.server_args)),
+            "server_env": {name: full(value) for name, value in options.server_env.items()},
+        }
+    )
 
 
 def _checked(model: type[M], data: dict[str, Any], where: str) -> M:

@@ -153,12 +153,11 @@ class Batcher:
             job.done = True
             job.changed.set()
 
-    def stop(self, patience_s: float) -> bool:
-        """End the thread after its current round; whether it ended."""
+    def stop(self, patience_s: float) -> None:
+        """End the thread after its current round."""
         self._stopping = True
         self._inbox.put(None)
         self._thread.join(patience_s)
-        return not self._thread.is_alive()
 
     def _deliver(self, updates: list[Update], gone: list[Job]) -> None:
         self._known.difference_update(gone)

@@ -220,23 +220,18 @@ def main(argv: list[str] | None = None) -> int:
     except LoadError as error:
         log.error("error: %s", error)
         return 1
-    code, ended = asyncio.run(_serve_until_signal(prepared))
-    if not ended:
-        # A thread inside a collective or a load cannot be interrupted; the process can.
-        logging.shutdown()
-        os._exit(code)
-    return code
+    return asyncio.run(_serve_until_signal(prepared))
 
 
-async def _serve_until_signal(prepared: Prepared) -> tuple[int, bool]:
+async def _serve_until_signal(prepared: Prepared) -> int:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     return await serve(prepared, stopped)
 
 
-async def serve(prepared: Prepared, stopped: asyncio.Event) -> tuple[int, bool]:
-    """Run on this event loop until `stopped` or a failure: the exit code, and whether the engine thread ended."""
+async def serve(prepared: Prepared, stopped: asyncio.Event) -> int:
+    """Run on this event loop until `stopped` or a failure; the exit code."""
     server = _Server(prepared, stopped)
     runner = web.AppRunner(
         server.application(),
@@ -250,9 +245,9 @@ async def serve(prepared: Prepared, stopped: asyncio.Event) -> tuple[int, bool]:
         log.info("listening on %s:%d", *prepared.listener.getsockname()[:2])
         await server.run()
     finally:
-        ended = server.end()
+        server.end()
         await runner.cleanup()
-    return server.code, ended
+    return server.code
 
 
 # --- the server ---------------------------------------------------------------------------------------------------
@@ -343,12 +338,11 @@ class _Server:
         self.batcher.end_all(self._why)
         await asyncio.sleep(0)  # handlers say so to their clients
 
-    def end(self) -> bool:
-        """Stop the engine and the ranks; whether the engine thread ended."""
-        ended = self.batcher.stop(SHUTDOWN_S if self.code else 1.0)
+    def end(self) -> None:
+        """Stop the engine and the ranks. A thread inside a collective or a load is left to the process's end."""
+        self.batcher.stop(SHUTDOWN_S if self.code else 1.0)
         if self._workers:
             self._workers.close()
-        return ended
 
     def application(self) -> web.Application:
         """The routes."""
@@ -566,4 +560,6 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[str], None], mes
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # nothing is left to tidy, and torch takes its time

@@ -1,0 +1,300 @@
+"""The `benchlib` command. Thin: each command reads its options, calls one function and shows what it returned.
+
+Exit codes: 0 ok, 1 a run failed or could not be made, 2 usage, 3 a gate failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from benchlib.errors import BenchlibError, SpecError
+
+if TYPE_CHECKING:
+    from benchlib.spec import RunSpec, Sweep
+    from benchlib.sweep import Outcome
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Measure speculative decoding of hybrid language models, and prove the numbers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+INTERRUPTED = 130
+# Those of a summary that fit a terminal; --json has them all.
+SUMMARY_COLUMNS = (
+    *(
+        "run",
+        "status",
+        "engine",
+        "prompt",
+        "max_new_tokens",
+        "concurrency",
+        "n_requests",
+        "decode_tok_s",
+    ),
+    *("ttft_s", "accept_length", "step_ms", "speedup", "speedup_low", "speedup_high"),
+)
+SweepFile = Annotated[Path, typer.Argument(help="a sweep file, as in notebooks/sweeps/")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="key=value replaces a key of the sweep; dotted for nested ones; values as in TOML",
+    ),
+]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option("--only", help="run or condition to keep, such as tp1-b16; may be repeated"),
+]
+ResultsOption = Annotated[Path, typer.Option("--results", help="folder of the campaigns")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+RESULTS = Path("results")
+
+
+def main() -> None:
+    """Entry point: one clear message on stderr for every error of ours, no traceback."""
+    try:
+        app()
+    except BenchlibError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+@app.command()
+def plan(
+    sweep: SweepFile,
+    settings: SetOption = None,
+    only: OnlyOption = None,
+    results: ResultsOption = RESULTS,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every run of a sweep in measuring order, and which are finished. Starts nothing."""
+    from benchlib.sweep import plan_sweep, select_runs
+
+    rows = [
+        {
+            "run": spec.run_name,
+            "state": state,
+            "engine": spec.engine,
+            "tp_size": spec.tp_size,
+            "method": spec.method,
+            "tree_budget": spec.tree_budget,
+            "start": spec.start,
+            "hash": spec.hash,
+        }
+        for spec, state in plan_sweep(select_runs(_load(sweep, settings), only or ()), results)
+    ]
+    _show(rows, as_json, title=f"{len(rows)} runs")
+
+
+@app.command()
+def sweep(
+    sweep: SweepFile,
+    settings: SetOption = None,
+    only: OnlyOption = None,
+    results: ResultsOption = RESULTS,
+    force: Annotated[bool, typer.Option("--force", help="run finished ones again, too")] = False,
+) -> None:
+    """Run a sweep: one server start, one notebook, one record a run. Finished runs are skipped."""
+    from benchlib.sweep import run_sweep, select_runs
+
+    runs = select_runs(_load(sweep, settings), only or ())
+    try:
+        with _progress(len(runs)) as listener:
+            outcomes = run_sweep(runs, results=results, force=force, listener=listener)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: the server is ended, finished runs are kept", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    failed = [outcome for outcome in outcomes if outcome.status == "failed"]
+    for outcome in failed:
+        typer.echo(f"failed: {outcome.spec.run_name}: {outcome.error}", err=True)
+    typer.echo(
+        f"{len(outcomes) - len(failed)} of {len(outcomes)} runs ok in {results / runs[0].campaign}"
+    )
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def summary(
+    campaign: Annotated[
+        str, typer.Argument(help="a campaign's folder, or its name under --results")
+    ],
+    results: ResultsOption = RESULTS,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a campaign's figures: one line a condition and cell, empty where there is none."""
+    folder = _campaign(campaign, results)
+    from benchlib.compare import build_summary
+
+    rows = build_summary(folder)
+    _show(rows, as_json, campaign, SUMMARY_COLUMNS)
+    found = [(row["run"], row.get("error") or row.get("note")) for row in rows]
+    notes = [f"{run}: {text}" for run, text in found if text]
+    for text in () if as_json else dict.fromkeys(notes):
+        typer.echo(text)
+
+
+@app.command()
+def report(
+    campaigns: Annotated[
+        list[str], typer.Argument(help="campaigns' folders, or names under --results")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="folder of the report")] = Path("report"),
+    results: ResultsOption = RESULTS,
+) -> None:
+    """Make the report of one or more campaigns: HTML, LaTeX tables, figures, and the PDF where LaTeX is installed."""
+    folders = [_campaign(name, results) for name in campaigns]
+    from benchlib.report import build_report
+
+    made = build_report(folders, out)
+    typer.echo(f"HTML:   {made.html}\ntables: {out / 'tables'} ({len(made.tables)} files)")
+    typer.echo(f"PDF:    {made.pdf or f'none: {made.pdf_reason}'}")
+
+
+@app.command()
+def serve(
+    engine: Annotated[str, typer.Option(help="reference or sglang")] = "reference",
+    method: Annotated[str, typer.Option(help="auto, linear or ddtree")] = "auto",
+    tree_budget: Annotated[
+        int | None, typer.Option(help="nodes beside the root, with ddtree")
+    ] = None,
+    tp_size: Annotated[int, typer.Option(help="tensor-parallel ranks")] = 1,
+    model_path: Annotated[str, typer.Option(help="empty: the engine's own default")] = "",
+    draft_model_path: Annotated[str, typer.Option(help="empty: the engine's own default")] = "",
+    port: Annotated[int | None, typer.Option(help="a free one when left out")] = None,
+    log: Annotated[Path, typer.Option(help="folder of server.log")] = Path(),
+) -> None:
+    """Start a server in the foreground and print its address; Ctrl-C ends it."""
+    from benchlib.server import start_server
+    from benchlib.spec import RunSpec
+    from benchlib.sweep import signals_raise
+
+    names = ("engine", "method", "tree_budget", "tp_size", "model_path", "draft_model_path")
+    values = locals()
+    spec = RunSpec.from_parameters({name: values[name] for name in names})
+    try:
+        with signals_raise(), start_server(spec, folder=log, port=port) as server:
+            typer.echo(server.record.url)
+            while server.exit_code() is None:
+                time.sleep(0.5)
+    except KeyboardInterrupt:
+        return
+    raise server.failure("ended by itself")
+
+
+def _load(path: Path, settings: list[str] | None) -> Sweep:
+    from benchlib.spec import load_sweep
+
+    overrides: dict[str, Any] = {}
+    for setting in settings or ():
+        key, separator, text = setting.partition("=")
+        if not separator or not key:
+            raise SpecError(f"--set {setting!r} is not key=value")
+        _put(overrides, key.split("."), _value(text))
+    return load_sweep(path, **overrides)
+
+
+def _value(text: str) -> Any:
+    """As TOML would read it; what is not TOML is a string, so that names need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
+    *parents, last = keys
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = value
+
+
+def _campaign(name: str, results: Path) -> Path:
+    for folder in (Path(name), results / name):
+        if folder.is_dir():
+            return folder
+    raise SpecError(f"no campaign {name!r}: neither a folder nor a name under {results}")
+
+
+def _show(
+    rows: list[dict[str, Any]], as_json: bool, title: str, columns: Sequence[str] = ()
+) -> None:
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    given = columns or (list(rows[0]) if rows else [])
+    full = [key for key in given if any(row.get(key) is not None for row in rows)]
+    # What is the same in every row goes to the title: a terminal is narrow.
+    same = [key for key in full if len(rows) > 1 and len({str(row.get(key)) for row in rows}) == 1]
+    typer.echo(", ".join([title, *(f"{key} {_cell(rows[0][key])}" for key in same)]))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = [key for key in full if key not in same]
+    for key in shown:
+        numeric = all(isinstance(row[key], int | float | None) for row in rows)
+        table.add_column(key, justify="right" if numeric else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(row[key]) for key in shown))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, int, RunSpec, Outcome | None], None]]:
+    """A bar with the time left on a terminal; plain lines elsewhere."""
+    if not sys.stderr.isatty():
+        began = time.monotonic()
+
+        def line(done: int, total: int, spec: RunSpec, outcome: Outcome | None) -> None:
+            if outcome is not None:
+                left = (time.monotonic() - began) / done * (total - done)
+                typer.echo(
+                    f"[{done}/{total}] {spec.run_name} {outcome.status} {outcome.seconds:.1f} s, "
+                    f"about {left:.0f} s left",
+                    err=True,
+                )
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=3600) as bar:
+        task = bar.add_task("starting", total=total)
+
+        def move(done: int, total: int, spec: RunSpec, outcome: Outcome | None) -> None:
+            bar.update(task, completed=done, description=spec.run_name)
+            if outcome is not None:
+                bar.console.print(f"{spec.run_name:12} {outcome.status:8} {outcome.seconds:6.1f} s")
+
+        yield move

@@ -1,0 +1,150 @@
+"""Where and with what a run was made: provenance for the record, and the part of it that makes two runs the same run.
+
+No host or user name is kept, and nothing about the machine is typed in. Collecting takes well under a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchlib.engines import engine_version, server_python
+from benchlib.spec import RunSpec
+
+__all__ = ["collect_environment", "list_gpus", "read_git"]
+
+PACKAGES = ("benchlib", "ipykernel", "nvidia-ml-py", "papermill", "pydantic", "torch", "uvloop")
+# Versions whose change makes an old measurement another measurement.
+IDENTITY_PACKAGES = ("benchlib", "torch", "uvloop")
+VARIABLE_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "OMP_", "MKL_", "TORCH_")
+SECRETS = ("KEY", "TOKEN", "PASSWORD", "SECRET")
+ENGINE_FILES = (".py", ".safetensors", ".json")
+
+
+def collect_environment(spec: RunSpec) -> dict[str, Any]:
+    """Provenance of a run about to start; `identity` is what resuming compares. Unknown values are None."""
+    versions = {name: _version(name) for name in PACKAGES}
+    python = server_python(spec)
+    engine = engine_version(spec.engine, python)
+    gpus = list_gpus()
+    cpu = _cpu_model()
+    return {
+        "python": platform.python_version(),
+        "packages": versions,
+        "engine_version": engine,
+        "git": read_git(Path(__file__).parent),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu_model": cpu,
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "boot_id": _read(Path("/proc/sys/kernel/random/boot_id")),
+        "load_average_1m": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "gpus": gpus,
+        "identity": {
+            "packages": {name: versions[name] for name in IDENTITY_PACKAGES},
+            "engine_version": engine,
+            "engine_digest": _engine_digest() if spec.engine == "reference" else None,
+            "variables": _variables(),
+            "gpus": [gpu["uuid"] for gpu in gpus],
+            "cpu_model": cpu,
+        },
+    }
+
+
+def list_gpus() -> list[dict[str, Any]]:
+    """UUID, name, PCI bus and driver of each NVIDIA GPU; empty where there is no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [
+            {
+                "uuid": pynvml.nvmlDeviceGetUUID(handle),
+                "name": pynvml.nvmlDeviceGetName(handle),
+                "pci_bus_id": pynvml.nvmlDeviceGetPciInfo(handle).busId,
+                "driver": driver,
+            }
+            for handle in handles
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def read_git(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether tracked files differ from it, of the repository that tracks `folder`; None without one."""
+    # A package installed inside somebody's repository is not part of that repository.
+    if not _git(folder, "ls-files", "."):
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": bool(changes)} if commit else None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str | None:
+    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+def _variables() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(VARIABLE_PREFIXES) and not any(word in name for word in SECRETS)
+    }
+
+
+@functools.cache
+def _engine_digest() -> str:
+    """Of the embedded engine's code and weights: a retrained model is another system under test."""
+    folder = Path(__file__).with_name("reference_engine")
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in ENGINE_FILES and path.is_file():
+            digest.update(f"{path.relative_to(folder)}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

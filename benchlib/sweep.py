@@ -1,0 +1,228 @@
+"""A sweep: every run one server start, measured by one parametrised notebook, leaving one record.
+
+The record file is the only truth about a run. A notebook's own cell status is not: a kernel killed for memory leaves
+a notebook that says "completed". The server belongs to this process, not to the kernel, so neither a killed kernel nor
+an interrupted sweep leaves one behind.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from benchlib.environment import collect_environment
+from benchlib.errors import BenchlibError, RecordError, SpecError
+from benchlib.notebook import execute_notebook, read_parameters
+from benchlib.record import (
+    RunRecord,
+    ServerRecord,
+    load_record,
+    load_requests,
+    run_folder,
+    run_identity,
+    save_run,
+)
+from benchlib.server import Server, open_server
+from benchlib.spec import RunSpec, Sweep
+
+__all__ = [
+    "NOTEBOOK",
+    "Outcome",
+    "RunState",
+    "execute_notebook",
+    "plan_sweep",
+    "run_sweep",
+    "select_runs",
+    "signals_raise",
+]
+
+NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "02_measure.ipynb"
+RunState = Literal["new", "finished", "failed", "stale", "partial"]
+Status = Literal["ok", "failed", "skipped"]
+Listener = Callable[[int, int, RunSpec, "Outcome | None"], None]
+SUPERSEDED = "superseded"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one run of a sweep ended; `seconds` is its whole wall time, server start included."""
+
+    spec: RunSpec
+    status: Status
+    seconds: float
+    error: str | None = None
+
+
+def plan_sweep(runs: Sequence[RunSpec], results: Path) -> list[tuple[RunSpec, RunState]]:
+    """What running these would do: a `finished` run is skipped, every other is (re-)run."""
+    return [(spec, _state(spec, results)) for spec in runs]
+
+
+def select_runs(sweep: Sweep, only: Sequence[str] = ()) -> list[RunSpec]:
+    """The sweep's runs in measuring order; `only` names runs (`tp1-b16.2`) or conditions (`tp1-b16`)."""
+    runs = sweep.runs()
+    known = {name for run in runs for name in (run.run_name, run.condition_name)}
+    if unknown := [name for name in only if name not in known]:
+        raise SpecError(f"sweep {sweep.name} has no run {unknown}; it has {sorted(known)}")
+    return [r for r in runs if not only or r.run_name in only or r.condition_name in only]
+
+
+def run_sweep(
+    runs: Sequence[RunSpec],
+    *,
+    results: Path,
+    force: bool = False,
+    notebook: Path = NOTEBOOK,
+    listener: Listener = lambda done, total, spec, outcome: None,
+) -> list[Outcome]:
+    """Run what is not finished, one after the other; a failed run is recorded and the next one goes on.
+
+    `listener` hears of each run at its start (outcome None) and end. Raises SpecError before anything starts when the
+    notebook does not know a parameter, RecordError when another sweep works on the same campaign.
+    """
+    if not runs:
+        raise SpecError("nothing to run: the selection is empty")
+    _check_parameters(notebook, runs[0])
+    outcomes = []
+    with _locked(results / runs[0].campaign), signals_raise():
+        for index, spec in enumerate(runs):
+            listener(index, len(runs), spec, None)
+            outcome = _run_one(spec, results, notebook, force)
+            outcomes.append(outcome)
+            listener(index + 1, len(runs), spec, outcome)
+    return outcomes
+
+
+def _run_one(spec: RunSpec, results: Path, notebook: Path, force: bool) -> Outcome:
+    began = time.monotonic()
+    folder = run_folder(results, spec)
+    state = _state(spec, results)
+    if state == "finished" and not force:
+        return Outcome(spec, "skipped", 0.0)
+    _make_room(folder, state)
+    environment = collect_environment(spec)
+    started_at = datetime.now().astimezone().isoformat(timespec="seconds")
+    server: ServerRecord | None = None
+    try:
+        with open_server(spec, folder=folder) as opened:
+            server = opened.record
+            error = _measure(spec, results, notebook, folder, opened)
+    except BenchlibError as failure:
+        error = str(failure)
+    seconds = time.monotonic() - began
+    try:
+        record = load_record(folder)
+    except RecordError as missing:
+        failed = RunRecord(
+            status="failed",
+            error=error or str(missing),
+            spec=spec,
+            identity=run_identity(spec, environment),
+            started_at=started_at,
+            duration_s=seconds,
+            environment=environment,
+            server=server,
+        )
+        record = save_run(folder, failed, ())
+    if record.status == "ok" and record.identity != run_identity(spec, environment):
+        changed = (
+            "code, packages, variables or devices changed between the sweep's plan and its notebook: "
+            "leave them alone while a sweep runs, then run it again"
+        )
+        record = record.model_copy(update={"status": "failed", "error": changed})
+        record = save_run(folder, record, load_requests(folder))
+    return Outcome(spec, record.status, seconds, record.error)
+
+
+def _measure(
+    spec: RunSpec, results: Path, notebook: Path, folder: Path, server: Server
+) -> str | None:
+    """Execute the notebook on the server; what went wrong, if it says so itself."""
+    parameters = {
+        **spec.to_parameters(),
+        "server_url": server.record.url,
+        "results_dir": str(results),
+    }
+    return execute_notebook(notebook, folder / "notebook.ipynb", parameters)
+
+
+def _state(spec: RunSpec, results: Path) -> RunState:
+    folder = run_folder(results, spec)
+    if not folder.exists():
+        return "new"
+    try:
+        record = load_record(folder)
+    except RecordError:
+        return "stale" if (folder / "record.json").exists() else "partial"
+    if record.status != "ok":
+        return "failed"
+    same = record.identity == run_identity(spec, collect_environment(spec))
+    return "finished" if same else "stale"
+
+
+def _make_room(folder: Path, state: RunState) -> None:
+    """Move an old record aside, marked by its folder; drop what never became one."""
+    if state == "partial":
+        shutil.rmtree(folder)
+    elif state != "new":
+        aside = folder.parent / SUPERSEDED
+        aside.mkdir(exist_ok=True)
+        number = 1
+        while (target := aside / f"{folder.name}-{number}").exists():
+            number += 1
+        folder.rename(target)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _check_parameters(notebook: Path, spec: RunSpec) -> None:
+    """papermill only warns of a parameter that the notebook lacks; the run would then measure something else."""
+    if not notebook.is_file():
+        raise SpecError(f"no notebook {notebook}: sweeps run in a clone of the repository")
+    known = read_parameters(notebook)
+    given = {*spec.to_parameters(), "server_url", "results_dir"}
+    if unknown := sorted(given - known):
+        raise SpecError(
+            f"{notebook} has no parameter {unknown}; its parameters cell has {sorted(known)}"
+        )
+
+
+@contextmanager
+def _locked(campaign: Path) -> Iterator[None]:
+    campaign.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(campaign / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise RecordError(
+            f"another sweep is writing {campaign}: wait for it, or give another --results"
+        ) from None
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind like Ctrl-C, so that servers are ended in order."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # SIGINT too: a job started in the background by a shell inherits it ignored.
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

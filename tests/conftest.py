@@ -1,0 +1,62 @@
+"""What several tests need: an interpreter that starts the fake server, and specs small enough to be quick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchlib.spec import RunSpec
+from tests import fake_server
+
+HERE = Path(__file__).parent
+DATA = HERE / "data"
+
+
+@pytest.fixture
+def fake_python(tmp_path: Path) -> str:
+    """Path of an executable that starts the fake server whatever module it is asked for."""
+    script = tmp_path / "fake-python"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{HERE / "fake_server.py"}" "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.fixture
+def make_spec(fake_python: str) -> Callable[..., RunSpec]:
+    """A quick run of the fake server; keywords are flat parameters, `mode` the fault it shows."""
+
+    def make(mode: str = "good", **parameters: Any) -> RunSpec:
+        flags = ["--mode", mode, *parameters.pop("server_args", [])]
+        quick = {
+            "prompts": ["fib", "qsort"],
+            "prompt_set": "random-ids",
+            "max_new_tokens": [16],
+            "warmups": 1,
+            "repeats": 2,
+            "startup_timeout_s": 20.0,
+            "request_timeout_s": 5.0,
+            "server_python": fake_python,
+            "server_args": flags,
+        }
+        return RunSpec.from_parameters(quick | parameters)
+
+    return make
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """Start the fake server inside this process: `serve("--mode", "cut")` gives its address."""
+    servers: list[fake_server.FakeServer] = []
+
+    def start(*argv: str) -> str:
+        servers.append(fake_server.serve_in_thread(*argv))
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()

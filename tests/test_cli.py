@@ -1,0 +1,213 @@
+"""The command: what it prints, its exit codes, and that every error is one message without a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchlib import cli
+from benchlib.client import get_json
+from benchlib.spec import RunSpec
+from benchlib.sweep import Outcome
+
+MakeSpec = Callable[..., RunSpec]
+SWEEP = """
+name = "c"
+tree_budgets = [16]
+[workload]
+prompts = ["fib"]
+prompt_set = "random-ids"
+repeats = 1
+max_new_tokens = [8]
+"""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["benchlib", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def sweep_file(tmp_path: Path, fake_python: str) -> Path:
+    path = tmp_path / "s.toml"
+    path.write_text(f'{SWEEP}[engines.reference]\nserver_python = "{fake_python}"\n')
+    return path
+
+
+def test_plan_as_json(run: Any, sweep_file: Path, tmp_path: Path) -> None:
+    code, out, _ = run("plan", sweep_file, "--json", "--results", tmp_path)
+    rows = json.loads(out)
+    assert code == 0
+    assert {row["run"] for row in rows} == {"tp1-auto", "tp1-linear", "tp1-b16"}
+    assert {row["state"] for row in rows} == {"new"}
+    assert len({row["hash"] for row in rows}) == 3
+    assert not (tmp_path / "c").exists()
+
+
+def test_plan_as_a_table(run: Any, sweep_file: Path, tmp_path: Path) -> None:
+    code, out, _ = run("plan", sweep_file, "--only", "tp1-b16", "--results", tmp_path)
+    assert code == 0
+    assert "tp1-b16" in out
+    assert "1 runs" in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["starts=2"], 6),
+        (["tp_size=[1, 2]", "tree_budgets=[]"], 4),
+        (["name=other", "workload.repeats=2", "engine=sglang"], 3),
+    ],
+)
+def test_settings(run: Any, sweep_file: Path, settings: list[str], expected: int) -> None:
+    flags = [part for setting in settings for part in ("--set", setting)]
+    code, out, err = run("plan", sweep_file, "--json", *flags)
+    assert (code, err) == (0, "")
+    assert len(json.loads(out)) == expected
+
+
+def test_settings_reach_nested_keys_as_toml(sweep_file: Path) -> None:
+    sweep = cli._load(sweep_file, ["workload.repeats=9", "workload.prompts=['qsort']", "name=x-1"])
+    assert (sweep.workload.repeats, sweep.workload.prompts, sweep.name) == (9, ("qsort",), "x-1")
+    assert sweep.workload.max_new_tokens == (8,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["plan", "none.toml"], "cannot read the sweep file"),
+        (["plan", "FILE", "--set", "starts"], "is not key=value"),
+        (["plan", "FILE", "--set", "colour=red"], "colour"),
+        (["plan", "FILE", "--only", "tp9"], "has no run"),
+        (["summary", "nowhere"], "no campaign 'nowhere'"),
+        (["serve", "--method", "magic"], "magic"),
+        (["plan", "FILE", "--nonsense"], "No such option"),
+    ],
+)
+def test_usage_errors_are_one_message_and_code_2(
+    run: Any, sweep_file: Path, arguments: list[str], expected: str
+) -> None:
+    code, out, err = run(*(str(sweep_file) if a == "FILE" else a for a in arguments))
+    assert (code, out) == (2, "")
+    assert expected in err
+    assert "Traceback" not in err
+
+
+def test_a_sweep_with_a_failed_run_exits_1(run: Any, sweep_file: Path, tmp_path: Path) -> None:
+    dies = 'server_args = ["--mode", "die"]'
+    sweep_file.write_text(sweep_file.read_text() + dies)
+    code, out, err = run("sweep", sweep_file, "--results", tmp_path, "--only", "tp1-auto")
+    assert code == 1
+    assert "[1/1] tp1-auto failed" in err
+    assert "failed: tp1-auto: the server exited with code 7" in err
+    assert f"0 of 1 runs ok in {tmp_path / 'c'}" in out
+
+
+def test_progress_on_a_terminal(
+    run: Any, sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fake_sweep(runs: list[RunSpec], listener: Any, **_: Any) -> list[Outcome]:
+        done = [Outcome(spec, "ok", 3.0) for spec in runs]
+        for index, outcome in enumerate(done):
+            listener(index, len(runs), outcome.spec, None)
+            listener(index + 1, len(runs), outcome.spec, outcome)
+        return done
+
+    monkeypatch.setattr("benchlib.sweep.run_sweep", fake_sweep)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    code, out, _ = run("sweep", sweep_file, "--results", tmp_path)
+    assert code == 0
+    assert "3 of 3 runs ok" in out
+
+
+def test_an_interrupted_sweep_says_so(
+    run: Any, sweep_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> list[Outcome]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchlib.sweep.run_sweep", interrupted)
+    code, _, err = run("sweep", sweep_file)
+    assert code == 130
+    assert "interrupted" in err
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    module = types.ModuleType(name)
+    module.__dict__.update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_summary(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"run": name, "engine": "reference", "decode_tok_s": rate, "speedup": None, "note": note}
+        for name, rate, note in (
+            ("tp1-auto", 123.456, None),
+            ("tp1-b16", 234.567, "1 start: no verdict"),
+        )
+    ]
+    asked: list[Path] = []
+
+    def build_summary(path: Path) -> list[dict[str, Any]]:
+        asked.append(path)
+        return rows
+
+    stand_in(monkeypatch, "benchlib.compare", build_summary=build_summary)
+    (tmp_path / "c").mkdir()
+    code, out, _ = run("summary", "c", "--results", tmp_path, "--json")
+    assert (code, json.loads(out), asked) == (0, rows, [tmp_path / "c"])
+    code, out, _ = run("summary", tmp_path / "c")
+    assert code == 0
+    assert "123.5" in out
+    assert "engine reference" in out.splitlines()[0]
+    assert "speedup" not in out  # nothing in the column
+    assert "tp1-b16: 1 start: no verdict" in out
+
+
+def test_report(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_report(paths: list[Path], out: Path) -> Any:
+        return types.SimpleNamespace(
+            html=out / "report.html",
+            tables=[out / "a.tex"],
+            figures=[],
+            pdf=None,
+            pdf_reason="no latexmk",
+        )
+
+    stand_in(monkeypatch, "benchlib.report", build_report=build_report)
+    code, out, _ = run("report", tmp_path, "--out", tmp_path / "o")
+    assert code == 0
+    assert f"HTML:   {tmp_path / 'o' / 'report.html'}" in out
+    assert "PDF:    none: no latexmk" in out
+
+
+def test_serve_until_interrupted(fake_python: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['benchlib', 'serve', '--method', 'ddtree', '--tree-budget', '4', '--tp-size', '2',"
+        f" '--log', {str(tmp_path)!r}]; import benchlib.engines as e; e.server_python = lambda _: {fake_python!r};"
+        " from benchlib.cli import main; main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        info = get_json(f"{url}/server_info")
+        process.terminate()
+        assert process.wait(20) == 0
+    assert (info["tp_size"], info["speculative_ddtree_budget"]) == (2, 4)

@@ -1,0 +1,297 @@
+"""Ratios, intervals, verdicts and refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from benchlib import compare, frames
+from benchlib.errors import ComparisonError, RecordError
+from benchlib.record import RequestRecord, RunRecord
+from tests import synthetic
+
+Summary = dict[tuple[str, str], dict[str, Any]]
+
+
+def summary_of(path: Path) -> Summary:
+    return {(r["run"], r["prompt"]): r for r in compare.build_summary(path)}
+
+
+def cells_of(path: Path) -> dict[tuple[str, str], frames.Row]:
+    rounds = frames.build_rounds(frames.build_requests([frames.load_campaign(path)]))
+    return {(c["run"], c["prompt"]): c for c in frames.rows_of(frames.build_cells(rounds))}
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic.save_campaign(tmp_path_factory.mktemp("compare"))
+
+
+def test_interval_is_students_on_logs() -> None:
+    # Logs 0, 1, 2: mean 1, sd 1, n 3; t(0.975, 2) = 4.302653, half-width 4.302653 / sqrt(3) = 2.484138.
+    value, low, high = compare.log_interval([1.0, math.e, math.e**2])
+    assert value == pytest.approx(math.e)
+    assert low == pytest.approx(math.exp(1 - 2.484138), rel=1e-6)
+    assert high == pytest.approx(math.exp(1 + 2.484138), rel=1e-6)
+    assert compare.log_interval([2.0]) == (pytest.approx(2.0), None, None)
+
+
+def test_ratio_interval_agrees_with_scipys_welch() -> None:
+    a, b = [2.0, 2.2, 1.9, 2.05], [1.0, 1.1, 0.7]
+    ratio, low, high, p_value = compare.log_ratio(a, b)
+    test = stats.ttest_ind([math.log(v) for v in a], [math.log(v) for v in b], equal_var=False)
+    interval = test.confidence_interval(0.95)
+    assert p_value == pytest.approx(test.pvalue)
+    assert (low, high) == (
+        pytest.approx(math.exp(interval.low)),
+        pytest.approx(math.exp(interval.high)),
+    )
+    assert ratio == pytest.approx(math.prod(a) ** (1 / 4) / math.prod(b) ** (1 / 3))
+
+
+def test_ratio_of_values_without_spread_is_exact_and_one_value_is_refused() -> None:
+    assert compare.log_ratio([2.0, 2.0], [1.0, 1.0])[:3] == pytest.approx((2.0, 2.0, 2.0))
+    with pytest.raises(ComparisonError, match="two a side"):
+        compare.log_ratio([2.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize(("n", "spread"), [(3, 1.0), (5, 4.0)])
+def test_interval_covers_the_true_ratio_95_times_in_100(n: int, spread: float) -> None:
+    rng = random.Random(n)
+    hits, trials = 0, 1500
+    for _ in range(trials):
+        a = [math.exp(rng.gauss(math.log(1.5), 0.02)) for _ in range(n)]
+        b = [math.exp(rng.gauss(0, 0.02 * spread)) for _ in range(n)]
+        _, low, high, _ = compare.log_ratio(a, b)
+        hits += low <= 1.5 <= high
+    # Welch with 3 a side is a little conservative; below 94% would be a wrong interval (se 0.56%).
+    assert 0.94 <= hits / trials <= 0.985
+
+
+def test_one_start_gives_an_interval_and_no_verdict(campaign: Path) -> None:
+    rows, cells = summary_of(campaign), cells_of(campaign)
+    row = rows["tp1-b16", "all"]
+    auto, tree = (
+        [s / n for s, n in cells[run, "all"]["tpot_starts"][0]] for run in ("tp1-auto", "tp1-b16")
+    )
+    expected = compare.log_ratio(auto, tree)
+    assert (row["speedup"], row["speedup_low"], row["speedup_high"]) == pytest.approx(expected[:3])
+    assert row["speedup"] == pytest.approx(rows["tp1-auto", "all"]["tpot_s"] / row["tpot_s"])
+    assert row["note"] == "1 start: no verdict"
+    assert row["n_starts"] == 1
+
+
+def test_summary_has_every_key_and_is_json(campaign: Path) -> None:
+    rows = compare.build_summary(campaign)
+    assert len(rows) == 12 * 5
+    assert {tuple(r) for r in rows} == {compare.SUMMARY_KEYS}
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    tree = next(r for r in rows if r["run"] == "tp2-b64" and r["prompt"] == "all")
+    assert (tree["tp_size"], tree["tree_budget"], tree["verify_tokens"]) == (2, 64, 65)
+    assert isinstance(tree["tree_budget"], int)
+    assert tree["decode_tok_s_low"] < tree["decode_tok_s"] < tree["decode_tok_s_high"]
+
+
+def test_auto_is_the_baseline_and_has_no_speedup(campaign: Path) -> None:
+    row = summary_of(campaign)["tp2-auto", "json"]
+    assert (row["speedup"], row["accept_length"], row["note"]) == (None, None, "baseline")
+
+
+def test_several_starts_are_the_observations(tmp_path: Path) -> None:
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,), starts=3)
+    path = synthetic.save_campaign(tmp_path, sweep)
+    rows, cells = summary_of(path), cells_of(path)
+    row = rows["tp1-b16", "all"]
+    assert (row["n_starts"], row["n_requests"], row["note"]) == (3, 36, "faster")
+    assert not any(run.endswith((".2", ".3")) for run, _ in rows)
+    means = {
+        run: [
+            sum(s for s, _ in start) / sum(n for _, n in start)
+            for start in cells[run, "all"]["tpot_starts"]
+        ]
+        for run in ("tp1-auto", "tp1-b16")
+    }
+    expected = compare.log_ratio(means["tp1-auto"], means["tp1-b16"])
+    assert (row["speedup"], row["speedup_low"], row["speedup_high"]) == pytest.approx(expected[:3])
+
+
+def test_starts_on_one_side_only_give_no_verdict(tmp_path: Path) -> None:
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(), starts=2)
+    path = synthetic.save_campaign(tmp_path, sweep, skip=("tp1-linear.2",))
+    assert summary_of(path)["tp1-linear", "all"]["note"] == "1 start: no verdict"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "n", "verdict"),
+    [
+        (1.02, 1.2, 3, "faster"),
+        (1.005, 1.2, 3, "cannot decide (3 starts)"),
+        (1.005, 1.2, 5, "faster"),
+        (0.8, 0.95, 3, "slower"),
+        (0.9, 1.1, 8, "no difference found"),
+    ],
+)
+def test_few_starts_must_clear_a_margin(low: float, high: float, n: int, verdict: str) -> None:
+    assert compare._verdict(low, high, n) == verdict
+
+
+def test_one_round_has_no_interval_and_so_no_speedup(tmp_path: Path) -> None:
+    work = synthetic.Workload(max_new_tokens=(48,), repeats=1)
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(), workload=work)
+    row = summary_of(synthetic.save_campaign(tmp_path, sweep))["tp1-linear", "all"]
+    assert row["decode_tok_s"] is not None
+    assert (row["speedup"], row["decode_tok_s_low"], row["note"]) == (
+        None,
+        None,
+        "1 round: no interval",
+    )
+
+
+def test_missing_auto_leaves_rates_without_speedup(tmp_path: Path) -> None:
+    path = synthetic.save_campaign(
+        tmp_path, synthetic.build_sweep(tp_size=(1,)), skip=("tp1-auto",)
+    )
+    row = summary_of(path)["tp1-b16", "fib"]
+    assert (row["speedup"], row["note"]) == (None, "no baseline")
+    assert row["decode_tok_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"weights": "random"}, "random weights"),
+        ({"server_env": {"SIMULATE_ACC_LEN": "4"}}, "simulated acceptance"),
+    ],
+)
+def test_what_is_not_real_never_becomes_a_speedup(
+    tmp_path: Path, options: dict[str, Any], note: str
+) -> None:
+    sweep = synthetic.build_sweep(tp_size=(1,), engines={"reference": options})
+    rows = summary_of(synthetic.save_campaign(tmp_path, sweep))
+    speculative = [r for (run, _), r in rows.items() if run != "tp1-auto"]
+    assert {r["note"] for r in speculative} == {note}
+    assert all(r["speedup"] is None and r["decode_tok_s"] for r in speculative)
+
+
+def test_failed_run_keeps_its_rows_with_nulls_and_reason(tmp_path: Path) -> None:
+    path = synthetic.save_campaign(tmp_path, changes={"tp1-b15": synthetic.fail_run})
+    rows = summary_of(path)
+    assert len(rows) == 60
+    row = rows["tp1-b15", "all"]
+    assert (row["status"], row["decode_tok_s"], row["speedup"], row["n_requests"]) == (
+        "failed",
+        None,
+        None,
+        0,
+    )
+    assert "exited with code 1" in row["error"]
+    assert rows["tp1-b16", "all"]["speedup"] > 1
+
+
+def test_unreadable_run_is_one_failed_row(tmp_path: Path) -> None:
+    path = synthetic.save_campaign(tmp_path, synthetic.build_sweep(tp_size=(1,)))
+    (path / "tp1-b15" / "record.json").unlink()
+    row = summary_of(path)["tp1-b15", "all"]
+    assert (row["status"], row["tp_size"]) == ("failed", None)
+    assert "did not finish" in row["error"]
+
+
+def test_campaign_of_failures_alone_can_be_summed_up(tmp_path: Path) -> None:
+    sweep = synthetic.build_sweep(tp_size=(1,), methods=("auto",), tree_budgets=())
+    path = synthetic.save_campaign(tmp_path, sweep, changes={"tp1-auto": synthetic.fail_run})
+    assert {r["status"] for r in compare.build_summary(path)} == {"failed"}
+    with pytest.raises(RecordError, match="not a folder"):
+        compare.build_summary(tmp_path / "none")
+
+
+def test_runs_of_another_build_are_refused_by_name(tmp_path: Path) -> None:
+    def rebuild(
+        record: RunRecord, requests: list[RequestRecord]
+    ) -> tuple[RunRecord, list[RequestRecord]]:
+        environment = {**record.environment, "identity": {"engine_digest": "0000"}}
+        return record.model_copy(update={"environment": environment}), requests
+
+    path = synthetic.save_campaign(
+        tmp_path, synthetic.build_sweep(tp_size=(1,)), changes={"tp1-b16": rebuild}
+    )
+    row = summary_of(path)["tp1-b16", "all"]
+    assert row["speedup"] is None
+    assert "engine_digest: 'feedfacefeedface' against '0000'" in row["note"]
+    cells = cells_of(path)
+    with pytest.raises(ComparisonError, match="engine_digest"):
+        compare.compare(cells["tp1-auto", "all"], cells["tp1-b16", "all"])
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "tp_size",
+        "prompt",
+        "max_new_tokens",
+        "concurrency",
+        "server_args",
+        "devices",
+        "prompt_sha256",
+    ],
+)
+def test_comparison_refuses_a_difference_outside_the_method(campaign: Path, field: str) -> None:
+    cells = cells_of(campaign)
+    other = {**cells["tp1-b16", "fib"], field: "else"}
+    with pytest.raises(ComparisonError, match=f"{field}: .* against 'else'"):
+        compare.compare(cells["tp1-auto", "fib"], other)
+
+
+def test_starts_made_unlike_are_not_pooled(tmp_path: Path) -> None:
+    def rebuild(
+        record: RunRecord, requests: list[RequestRecord]
+    ) -> tuple[RunRecord, list[RequestRecord]]:
+        assert record.server is not None
+        return record.model_copy(
+            update={"server": record.server.model_copy(update={"version": "9"})}
+        ), requests
+
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(), starts=2)
+    path = synthetic.save_campaign(tmp_path, sweep, changes={"tp1-auto.2": rebuild})
+    rows = summary_of(path)
+    assert rows["tp1-auto", "all"]["n_starts"] == rows["tp1-auto.2", "all"]["n_starts"] == 1
+
+
+def test_scaling_is_tpot_at_one_over_tpot_at_two(campaign: Path) -> None:
+    results = compare.build_results([frames.load_campaign(campaign)])
+    rows = frames.rows_of(compare.build_scaling(results))
+    assert len(rows) == 6 * 5
+    auto = next(r for r in rows if r["run"] == "tp2-auto" and r["prompt"] == "all")
+    # The synthetic TP 2 takes 0.62 of the time: 1.61 of 2.
+    assert auto["scaling"] == pytest.approx(1 / 0.62, rel=0.05)
+    assert auto["scaling_low"] < auto["scaling"] < auto["scaling_high"]
+    assert auto["efficiency"] == pytest.approx(auto["scaling"] / 2)
+    assert auto["scaling_note"] == "1 start: no verdict"
+
+
+def test_scaling_needs_two_sizes(tmp_path: Path) -> None:
+    path = synthetic.save_campaign(tmp_path, synthetic.build_sweep(tp_size=(2,), tree_budgets=()))
+    results = compare.build_results([frames.load_campaign(path)])
+    assert len(compare.build_scaling(results)) == 0
+
+
+def test_concurrent_requests_raise_throughput_over_a_streams_rate(tmp_path: Path) -> None:
+    work = synthetic.Workload(max_new_tokens=(48,), concurrency=(1, 8))
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,), workload=work)
+    rows = compare.build_summary(synthetic.save_campaign(tmp_path, sweep))
+    many = next(
+        r for r in rows if (r["run"], r["prompt"], r["concurrency"]) == ("tp1-b16", "all", 8)
+    )
+    assert many["n_requests"] == 3 * 4 * 8
+    assert many["output_throughput_tok_s"] > 3 * many["decode_tok_s"]
+    assert many["speedup"] == pytest.approx(
+        next(
+            r for r in rows if (r["run"], r["prompt"], r["concurrency"]) == ("tp1-auto", "all", 8)
+        )["tpot_s"]
+        / many["tpot_s"]
+    )

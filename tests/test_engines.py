@@ -1,0 +1,191 @@
+"""Command lines of both engines, what they cannot do, and what a server reports about itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchlib import engines
+from benchlib.engines import (
+    build_launch,
+    check_server_info,
+    engine_version,
+    server_python,
+    verify_tokens,
+)
+from benchlib.errors import ServerError, SpecError, UnavailableError
+from benchlib.spec import RunSpec
+
+DATA = Path(__file__).parent / "data"
+STOCK_FLAGS = (
+    "--model-path --host --port --tp-size --random-seed --max-running-requests --enable-metrics --disable-radix-cache "
+    "--disable-flashinfer-autotune --min-free-slots-delay --speculative-algorithm --speculative-draft-model-path "
+    "--speculative-num-draft-tokens --device"
+)
+
+
+def launch(**parameters: Any) -> list[str]:
+    return list(build_launch(RunSpec.from_parameters(parameters), host="127.0.0.1", port=9).argv)
+
+
+def value(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Iterator[str]:
+    """An interpreter whose `sglang.launch_server --help` lists the stock flags, counting how often it is asked."""
+    script = tmp_path / "stock-python"
+    answer = f'if [ "$1" = "-c" ]; then echo 0.5.23; else echo x >> "{tmp_path}/asked"; echo "{STOCK_FLAGS}"; fi'
+    script.write_text(f"#!/bin/sh\n{answer}\n")
+    script.chmod(0o755)
+    yield str(script)
+    engines._known_flags.cache_clear()
+    engine_version.cache_clear()
+
+
+def test_reference_command_line() -> None:
+    argv = launch(tp_size=2, method="ddtree", tree_budget=32, seed=5)
+    assert argv[:3] == [sys.executable, "-m", "benchlib.reference_engine.server"]
+    assert value(argv, "--tp-size") == "2"
+    assert value(argv, "--random-seed") == "5"
+    assert value(argv, "--max-running-requests") == "8"
+    assert value(argv, "--speculative-algorithm") == "DDTREE"
+    assert value(argv, "--speculative-num-draft-tokens") == "16"
+    assert value(argv, "--speculative-ddtree-budget") == "32"
+    assert "--model-path" not in argv
+    # Nothing that the embedded engine does not know.
+    assert {a for a in argv if a.startswith("--")} <= engines.REFERENCE_FLAGS
+
+
+def test_declared_flags_are_those_of_the_embedded_engine() -> None:
+    # Read, not imported: it would load torch.
+    source = Path(engines.__file__).parent / "reference_engine" / "server.py"
+    known = set(re.findall(r'"(--[a-z-]+)"', source.read_text()))
+    assert known >= engines.REFERENCE_FLAGS
+
+
+def test_methods_differ_by_their_own_flags_alone() -> None:
+    auto, linear = launch(), launch(method="linear")
+    assert not [a for a in auto if "speculative" in a]
+    assert linear[: len(auto)] == auto
+    assert linear[len(auto) :] == [
+        "--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", "16",
+    ]  # fmt: skip
+
+
+def test_the_users_flags_come_last_and_win() -> None:
+    argv = launch(server_args=["--threads", "2", "--random-seed", "9"])
+    assert argv[-4:] == ["--threads", "2", "--random-seed", "9"]
+    assert argv.count("--random-seed") == 1
+
+
+def test_the_users_variables_are_passed() -> None:
+    spec = RunSpec(server_env={"A": "1"})
+    assert build_launch(spec, host="h", port=1).env == {"A": "1"}
+
+
+def test_sglang_gets_matched_conditions(stock: str) -> None:
+    argv = launch(engine="sglang", server_python=stock, model_path="m", tp_size=4)
+    assert argv[:3] == [stock, "-m", "sglang.launch_server"]
+    for flag in ("--disable-radix-cache", "--disable-flashinfer-autotune", "--enable-metrics"):
+        assert flag in argv
+    assert value(argv, "--min-free-slots-delay") == "1"
+    assert value(argv, "--model-path") == "m"
+
+
+def test_stock_sglang_has_no_ddtree_and_is_asked_once(stock: str, tmp_path: Path) -> None:
+    for budget in (15, 16):
+        with pytest.raises(UnavailableError, match=r"ddtree is unavailable in sglang 0\.5\.23"):
+            launch(
+                engine="sglang",
+                server_python=stock,
+                model_path="m",
+                method="ddtree",
+                tree_budget=budget,
+            )
+    assert (tmp_path / "asked").read_text() == "x\n"
+
+
+@pytest.mark.parametrize("device", [["--device", "cpu"], ["--device=cpu"]])
+def test_dflash_is_unavailable_on_a_cpu(stock: str, device: list[str]) -> None:
+    with pytest.raises(UnavailableError, match=r"linear is unavailable in sglang .* on device cpu"):
+        launch(
+            engine="sglang", server_python=stock, model_path="m", draft_model_path="d",
+            method="linear", server_args=device,
+        )  # fmt: skip
+
+
+def test_sglang_needs_its_models_named(stock: str) -> None:
+    with pytest.raises(SpecError, match="no default model"):
+        launch(engine="sglang", server_python=stock)
+    with pytest.raises(SpecError, match="needs draft_model_path"):
+        launch(engine="sglang", server_python=stock, model_path="m", method="linear")
+    argv = launch(
+        engine="sglang", server_python=stock, model_path="m", draft_model_path="d", method="linear"
+    )
+    assert value(argv, "--speculative-draft-model-path") == "d"
+
+
+def test_a_flag_that_the_run_is_about_is_never_dropped(
+    stock: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        engines, "_known_flags", lambda *_: frozenset({"--model-path", "--host", "--port"})
+    )
+    with pytest.raises(UnavailableError, match="no --tp-size, which tp1-auto needs"):
+        launch(engine="sglang", server_python=stock, model_path="m")
+
+
+def test_an_interpreter_without_sglang_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="No module named") as caught:
+        launch(engine="sglang", server_python=sys.executable, model_path="m")
+    assert "BENCHLIB_SGLANG_PYTHON" in str(caught.value)
+    with pytest.raises(UnavailableError, match="cannot ask"):
+        launch(engine="sglang", server_python=str(tmp_path / "none"), model_path="m")
+
+
+def test_which_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHLIB_SGLANG_PYTHON", "/opt/python")
+    assert server_python(RunSpec()) == sys.executable
+    assert server_python(RunSpec(engine="sglang")) == "/opt/python"
+    assert server_python(RunSpec(engine="sglang", server_python="mine")) == "mine"
+    monkeypatch.delenv("BENCHLIB_SGLANG_PYTHON")
+    assert server_python(RunSpec(engine="sglang")) == sys.executable
+
+
+def test_versions() -> None:
+    assert engine_version("reference", sys.executable)
+    assert engine_version("reference", os.devnull) is None
+
+
+def test_verify_tokens_count_the_root() -> None:
+    assert verify_tokens({}) is None
+    assert (
+        verify_tokens({"speculative_algorithm": None, "speculative_num_draft_tokens": 16}) is None
+    )
+    assert verify_tokens(json.loads((DATA / "sglang_dflash_info.json").read_text())) == 8
+    tree = {"speculative_algorithm": "DDTREE", "speculative_num_draft_tokens": 16}
+    assert verify_tokens(tree | {"speculative_ddtree_budget": 64}) == 65
+
+
+def test_server_info_is_held_to_the_plan() -> None:
+    info = json.loads((DATA / "sglang_dflash_info.json").read_text())
+    fits = RunSpec(method="linear", block_size=8)
+    check_server_info(fits, info)
+    check_server_info(fits, {})  # a server that reports nothing cannot be refused
+    with pytest.raises(ServerError, match="planned 16"):
+        check_server_info(RunSpec(method="linear"), info)
+    with pytest.raises(ServerError, match="model_path is"):
+        check_server_info(RunSpec(method="linear", block_size=8, model_path="other"), info)
+    with pytest.raises(ServerError, match="speculative_ddtree_budget is not reported, planned 4"):
+        check_server_info(
+            RunSpec(method="ddtree", tree_budget=4), {"speculative_algorithm": "DDTREE"}
+        )

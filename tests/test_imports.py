@@ -1,0 +1,128 @@
+"""Who may import whom, and what `import benchlib` costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import benchlib
+
+PACKAGE = Path(benchlib.__file__).parent
+MODULES = {path.stem: path for path in PACKAGE.glob("*.py")} | {
+    "prompts": PACKAGE / "prompts" / "__init__.py"
+}
+COLLECTING = {
+    "errors": set(),
+    "spec": {"errors"},
+    "record": {"errors", "spec"},
+    "prompts": {"errors"},
+    "stream": {"record"},
+    "client": {"errors", "stream"},
+    "engines": {"errors", "spec"},
+    "environment": {"engines", "spec"},
+    "supervisor": set(),
+    "server": {"client", "engines", "errors", "record", "spec", "stream"},
+    "warnings": {"record"},
+    "measure": {"client", "errors", "prompts", "record", "spec", "stream", "warnings"},
+    "notebook": set(),
+    "sweep": {"environment", "errors", "notebook", "record", "server", "spec"},
+}
+ANALYSING = {"metrics", "frames", "compare", "tables", "figures", "headline", "provenance"}
+SHARED = {"errors", "spec", "record"}
+CONFINED = {
+    "pandas": {"frames", "compare", "tables", "figures", "headline", "provenance"},
+    "matplotlib": {"figures"},
+    "papermill": {"notebook"},
+    "nbclient": {"notebook"},
+    "uvloop": {"client"},
+    "pynvml": {"topology", "host", "environment"},
+    "aiohttp": set(),
+    "torch": set(),
+    "sglang": set(),
+}
+HEAVY = {"torch", "pandas", "matplotlib", "papermill", "scipy", "numpy", "uvloop", "IPython"}
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def ours(path: Path) -> set[str]:
+    names = (name.split(".") for name in imports(path))
+    return {parts[1] for parts in names if parts[0] == "benchlib" and len(parts) > 1} & set(MODULES)
+
+
+@pytest.mark.parametrize("module", COLLECTING)
+def test_collecting_modules_import_what_they_may(module: str) -> None:
+    assert ours(MODULES[module]) <= COLLECTING[module]
+
+
+@pytest.mark.parametrize("module", sorted(ANALYSING & set(MODULES)))
+def test_analysing_imports_nothing_that_collects(module: str) -> None:
+    assert not ours(MODULES[module]) & (set(COLLECTING) - SHARED)
+
+
+@pytest.mark.parametrize("package", CONFINED)
+def test_heavy_packages_are_confined(package: str) -> None:
+    users = {
+        name
+        for name, path in MODULES.items()
+        if package in {i.split(".")[0] for i in imports(path)}
+    }
+    assert users <= CONFINED[package]
+
+
+def test_the_embedded_engine_is_launched_and_not_imported() -> None:
+    for name, path in MODULES.items():
+        assert not [i for i in imports(path) if i.startswith("benchlib.reference_engine")], name
+    for path in (PACKAGE / "reference_engine").glob("*.py"):
+        allowed = ("benchlib.reference_engine", "benchlib.errors")
+        assert all(i.startswith(allowed) for i in imports(path) if i.startswith("benchlib.")), path
+
+
+def loaded_by(code: str) -> set[str]:
+    script = f"{code}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_benchlib_is_light() -> None:
+    assert not loaded_by("import benchlib") & (HEAVY | {"pydantic", "psutil"})
+    assert not loaded_by("import benchlib.cli") & HEAVY
+    assert not loaded_by("from benchlib import *") & HEAVY
+
+
+def test_help_is_quick() -> None:
+    code = "import sys; sys.argv = ['benchlib', '--help']; from benchlib.cli import main; main()"
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 1
+    for command in ("plan", "sweep", "summary", "report", "serve"):
+        assert command in done.stdout
+
+
+def test_public_names_are_exact() -> None:
+    for name in benchlib.__all__:
+        assert getattr(benchlib, name).__module__.startswith("benchlib.")
+    assert set(benchlib.__all__) == set(benchlib._HOMES)
+    assert set(benchlib.__all__) <= set(dir(benchlib))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = benchlib.nonsense

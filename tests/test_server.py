@@ -1,0 +1,266 @@
+"""The server's life against a fake that dies, hangs, lies or leaves children: nothing stale is measured or left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchlib.errors import ServerError, UnavailableError
+from benchlib.record import ServerRecord
+from benchlib.server import SERVER_FILE, Server, _scrub, attach_server, open_server, start_server
+from benchlib.spec import RunSpec
+from tests import fake_server
+
+DATA = Path(__file__).parent / "data"
+MakeSpec = Callable[..., RunSpec]
+Serve = Callable[..., str]
+
+
+def session(leader: int | None) -> list[int]:
+    """Living processes of a server's session."""
+    found = []
+    for process in psutil.process_iter(["pid", "status"]):
+        try:
+            inside = os.getsid(process.pid) == leader
+        except (ProcessLookupError, PermissionError):
+            continue
+        if inside and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+def gone(pid: int | None, within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not session(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_start_and_stop(make_spec: MakeSpec, tmp_path: Path) -> None:
+    spec = make_spec(method="ddtree", tree_budget=16, server_env={"FAKE_VARIABLE": "7"})
+    with start_server(spec, folder=tmp_path / "run") as server:
+        record = server.record
+        assert session(record.pid)
+        assert record.pid not in (os.getpid(), os.getsid(0))
+        assert (record.version, record.verify_tokens, record.attached) == ("fake 1", 17, False)
+        assert record.effective_max_running_requests == 8
+        assert record.env == {"FAKE_VARIABLE": "7"}
+        assert record.startup_s is not None
+        assert 0 < record.startup_s < 20
+        assert "--speculative-ddtree-budget" in record.argv
+        assert server.exit_code() is None
+        # As a notebook finds it, which is given the address alone.
+        assert open_server(spec, folder=tmp_path / "run", url=record.url).record == record
+    assert gone(record.pid, 0.5)
+    assert "variable 7" in (tmp_path / "run" / record.log).read_text()
+    server.stop()  # again: no effect
+
+
+def test_each_start_has_a_fresh_port(make_spec: MakeSpec, tmp_path: Path) -> None:
+    with (
+        start_server(make_spec(), folder=tmp_path / "a") as a,
+        start_server(make_spec(), folder=tmp_path / "b") as b,
+    ):
+        assert a.record.url != b.record.url
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (
+            "die",
+            ["exited with code 7 after", "RuntimeError: the weights are nowhere", "server.log"],
+        ),
+        ("die-at-canary", ["exited with code 3 at its first request"]),
+    ],
+)
+def test_death_is_noticed_at_once_and_explained(
+    make_spec: MakeSpec, tmp_path: Path, mode: str, expected: list[str]
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(ServerError) as caught:
+        start_server(make_spec(mode), folder=tmp_path)
+    assert time.monotonic() - began < 10  # of 20 allowed
+    for text in expected:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["hang", "never-ready"])
+def test_a_server_that_is_never_ready_times_out_and_is_ended(
+    make_spec: MakeSpec, tmp_path: Path, mode: str
+) -> None:
+    before = set(psutil.pids())
+    with pytest.raises(ServerError, match=r"not ready after 1 s \(startup_timeout_s\)"):
+        start_server(make_spec(mode, startup_timeout_s=1.0), folder=tmp_path)
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
+    assert not [p for p in left if "fake_server" in " ".join(p.info["cmdline"] or ())]
+
+
+def test_old_servers_without_ready_are_asked_for_their_model(
+    make_spec: MakeSpec, tmp_path: Path
+) -> None:
+    with start_server(make_spec("old"), folder=tmp_path) as server:
+        assert server.exit_code() is None
+
+
+def test_a_foreign_listener_is_never_taken_for_ours(make_spec: MakeSpec, tmp_path: Path) -> None:
+    """A stale server answers on the port while ours is still loading, or has died."""
+    stale = fake_server.serve_in_thread()
+    try:
+        with pytest.raises(ServerError, match=f"answered by process {os.getpid()}"):
+            start_server(make_spec("hang"), folder=tmp_path, port=stale.server_port)
+    finally:
+        stale.shutdown()
+        stale.server_close()
+
+
+def test_a_port_in_use_kills_ours_and_is_reported(make_spec: MakeSpec, tmp_path: Path) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises(ServerError, match="exited with code 1"):
+        start_server(make_spec(), folder=tmp_path, port=taken.getsockname()[1])
+    assert "Address already in use" in (tmp_path / "server.log").read_text()
+
+
+def test_children_that_ignore_sigterm_or_leave_the_group_are_ended(
+    make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchlib.server.GRACE_S", 0.5)
+    with start_server(make_spec("children"), folder=tmp_path) as server:
+        assert server.record.pid is not None
+        children = psutil.Process(server.record.pid).children(recursive=True)
+        assert len(children) == 2
+    # One shares the group, which gets SIGKILL after its grace; the other has a session of its own.
+    assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+
+
+OPENER = """
+import sys, time
+from pathlib import Path
+from benchlib.server import start_server
+from benchlib.spec import RunSpec
+spec = RunSpec.model_validate_json(sys.argv[1])
+server = start_server(spec, folder=Path(sys.argv[2]))
+print(server.record.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_server_ends_when_its_opener_is_killed(
+    make_spec: MakeSpec, tmp_path: Path, number: signal.Signals
+) -> None:
+    arguments = [make_spec().model_dump_json(), str(tmp_path)]
+    opener = subprocess.Popen(
+        [sys.executable, "-c", OPENER, *arguments], stdout=subprocess.PIPE, text=True
+    )
+    with opener:
+        assert opener.stdout is not None
+        pid = int(opener.stdout.readline())
+        assert session(pid)
+        opener.send_signal(number)
+    assert gone(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_the_server_ends_when_its_supervisor_is_killed(make_spec: MakeSpec, tmp_path: Path) -> None:
+    server = start_server(make_spec(), folder=tmp_path)
+    assert server.record.pid is not None
+    supervisor = psutil.Process(server.record.pid).parent()
+    assert supervisor is not None
+    assert supervisor.pid != os.getpid()
+    supervisor.kill()
+    assert gone(server.record.pid)
+    server.stop()
+
+
+def test_an_absent_interpreter_is_a_clear_error(tmp_path: Path) -> None:
+    spec = RunSpec(server_python=str(tmp_path / "no-python"))
+    with pytest.raises(ServerError, match=r"cannot start .*no-python.*No such file"):
+        start_server(spec, folder=tmp_path)
+
+
+def test_unavailable_starts_nothing(make_spec: MakeSpec, tmp_path: Path) -> None:
+    spec = make_spec(engine="sglang", model_path="m")
+    with pytest.raises(UnavailableError):
+        start_server(spec, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_attach_checks_and_never_stops(make_spec: MakeSpec, serve: Serve, tmp_path: Path) -> None:
+    url = serve("--tp-size", "2")
+    spec = make_spec(tp_size=2, attach=url)
+    with open_server(spec, folder=tmp_path) as server:
+        assert (server.record.attached, server.record.pid, server.record.argv) == (True, None, ())
+        assert server.exit_code() is None
+        assert "stopped" in str(server.failure("stopped"))
+    assert attach_server(spec, url=url).record.info["tp_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "parameters", "expected"),
+    [
+        (["--tp-size", "2"], {}, "tp_size is 2, planned 1"),
+        (
+            ["--speculative-algorithm", "DFLASH"],
+            {},
+            "speculative_algorithm is 'DFLASH', planned None",
+        ),
+        (
+            ["--speculative-algorithm", "DDTREE", "--speculative-ddtree-budget", "15"],
+            {"method": "ddtree", "tree_budget": 16},
+            "speculative_ddtree_budget is 15, planned 16",
+        ),
+        (
+            ["--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", "8"],
+            {"method": "linear"},
+            "speculative_num_draft_tokens is 8, planned 16",
+        ),
+    ],
+)
+def test_attaching_to_another_server_is_refused(
+    make_spec: MakeSpec,
+    serve: Serve,
+    flags: list[str],
+    parameters: dict[str, object],
+    expected: str,
+) -> None:
+    with pytest.raises(ServerError, match="not the one planned") as caught:
+        attach_server(make_spec(**parameters), url=serve(*flags))
+    assert expected in str(caught.value)
+
+
+def test_attaching_to_nothing_is_an_error(make_spec: MakeSpec) -> None:
+    with pytest.raises(ServerError, match="cannot attach"):
+        attach_server(make_spec(), url="http://127.0.0.1:9")
+
+
+def test_a_record_beside_another_address_is_not_used(
+    make_spec: MakeSpec, serve: Serve, tmp_path: Path
+) -> None:
+    stale = ServerRecord(url="http://127.0.0.1:9")
+    (tmp_path / SERVER_FILE).write_text(stale.model_dump_json())
+    server: Server = open_server(make_spec(), folder=tmp_path, url=serve())
+    assert server.record.attached
+
+
+def test_secrets_and_folders_stay_out_of_records() -> None:
+    info = json.loads((DATA / "sglang_dflash_info.json").read_text())
+    info["model_path"] = f"{Path.cwd()}/models/x"
+    shown = _scrub(info)
+    assert set(info) - set(shown) == {"api_key", "admin_api_key", "ssl_keyfile_password"}
+    assert shown["max_total_num_tokens"] == 1083962
+    assert shown["model_path"] == "./models/x"
+    assert shown["internal_states"][0]["memory_usage"]["weight"] == 0.258
+    assert _scrub(sys.executable) == "python"

@@ -1,0 +1,289 @@
+"""Tables as LaTeX and HTML: golden text, escaping, reasons, bold only with significance; macros and the headline."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from benchlib import compare, frames, headline, provenance, tables
+from benchlib.typeset import Cell, Column, Table, build_document, escape_tex, redact
+from tests import synthetic
+
+SMALL = Table(
+    "small",
+    "Rates & ratios of a_b",
+    (
+        Column("Method_x", kind="text"),
+        Column("Rate", "tok/s", "All"),
+        Column("Share", "%", "All", decimals=1),
+    ),
+    (
+        "TP 1",
+        (Cell(text="auto"), Cell(158.23, 3.06, bold=True), Cell(text="—")),
+        (Cell(text="<b16>"), Cell(9.5, 0.4), Cell(12.34)),
+        (Cell(text="b32"), Cell(text="failed"), Cell(5.0)),
+    ),
+    ("n = 3; 50% of #1",),
+)
+GOLDEN = r"""\begin{table}[htbp]
+\centering\footnotesize\setlength{\tabcolsep}{4pt}
+\begin{threeparttable}
+\caption{Rates \& ratios of a\_b}\label{tab:small}
+\begin{tabular}{@{}lS[table-format=3.1(2)]S[table-format=2.1]@{}}
+\toprule
+\multicolumn{1}{c}{} & \multicolumn{2}{c}{All} \\
+\cmidrule(lr){2-3}
+{Method\_x} & {Rate} & {Share} \\
+{} & {tok/s} & {\%} \\
+\midrule
+\addlinespace[2pt]\multicolumn{3}{@{}l}{\textit{TP 1}} \\
+auto & \bfseries 158.2(31) & {---} \\
+\textless{}b16\textgreater{} & 9.5(4) & 12.3 \\
+b32 & {failed} & 5.0 \\
+\bottomrule
+\end{tabular}
+\begin{tablenotes}[flushleft]\footnotesize
+\item n = 3; 50\% of \#1
+\end{tablenotes}
+\end{threeparttable}
+\end{table}
+"""
+
+
+def build(*paths: Path) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Table]]:
+    loaded = frames.load_campaigns(paths)
+    results = compare.build_results(loaded)
+    scaling = compare.build_scaling(results)
+    source = headline.source_note(provenance.build_provenance(loaded))
+    return results, scaling, tables.build_tables(results, scaling, source)
+
+
+def row_of(table: Table, label: str, *, group: int = 0) -> tuple[Cell, ...]:
+    seen = -1
+    for row in table.rows:
+        seen += isinstance(row, str)
+        if not isinstance(row, str) and seen == group and row[0].text == label:
+            return row
+    raise AssertionError(f"{table.name} has no {label} in group {group}")
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic.save_campaign(tmp_path_factory.mktemp("tables"))
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three starts, little noise: some differences are significant."""
+    sweep = synthetic.build_sweep(starts=3, tree_budgets=(16, 64), tp_size=(1,))
+    return synthetic.save_campaign(tmp_path_factory.mktemp("several"), sweep, noise=0.002)
+
+
+def test_latex_is_as_expected() -> None:
+    assert SMALL.to_latex() == GOLDEN
+
+
+def test_html_escapes_and_keeps_the_uncertainty() -> None:
+    page = SMALL.to_html()
+    assert "<b>158.2 <small>± 3.1</small></b>" in page
+    assert "&lt;b16&gt;" in page
+    assert "Rates &amp; ratios" in page
+    assert '<td class="number empty">failed</td>' in page
+    assert page == SMALL._repr_html_()
+
+
+def test_uncertainty_is_rounded_up_and_decides_the_decimals() -> None:
+    columns = (Column("m", kind="text"), Column("v"))
+    table = Table(
+        "t",
+        "",
+        columns,
+        ((Cell(text="a"), Cell(68.1449, 0.0041)), (Cell(text="b"), Cell(68.1, 0.0))),
+    )
+    # 0.0041 has two digits at four decimals, but three are the most that are printed: 5 thousandths cover it.
+    assert "68.145(5)" in table.to_latex()
+    # No spread at all is not printed as certainty.
+    assert "68.100(1)" in table.to_latex()
+
+
+def test_text_is_escaped_for_tex() -> None:
+    assert escape_tex(r"50% of a_b & \x{y} ^~#$") == (
+        r"50\% of a\_b \& \textbackslash{}x\{y\} \textasciicircum{}\textasciitilde{}\#\$"
+    )
+    assert escape_tex("é × 漢") == r"é \texttimes{} ?"
+
+
+def test_texts_lose_addresses_and_paths() -> None:
+    text = "http://127.0.0.1:30000/generate gave 500. Full log: /home/someone/x/server.log or ~/bench/a.log"
+    assert redact(text) == "(address) gave 500. Full log: server.log or a.log"
+    assert redact("tok/s and 3/4 stay") == "tok/s and 3/4 stay"
+    assert len(redact("x" * 500)) == 240
+
+
+def test_main_table_has_every_condition_and_prompt(campaign: Path) -> None:
+    results, _, made = build(campaign)
+    main = made["main"]
+    assert [r for r in main.rows if isinstance(r, str)] == [
+        "TP 1 · 96 new tokens · 1 request at once",
+        "TP 2 · 96 new tokens · 1 request at once",
+    ]
+    assert len(main.rows) == 2 + 12
+    row = row_of(main, "DDTree b16", group=1)
+    expected = next(
+        r for r in frames.rows_of(results) if r["run"] == "tp2-b16" and r["prompt"] == "all"
+    )
+    values = [
+        expected[k]
+        for k in ("verify_tokens", "decode_tok_s", "speedup", "accept_length", "step_ms")
+    ]
+    assert [cell.value for cell in row[1:6]] == values
+    assert row[3].error == max(
+        expected["speedup_high"] - expected["speedup"],
+        expected["speedup"] - expected["speedup_low"],
+    )
+    assert row_of(main, "autoregressive")[3].text == "baseline"
+
+
+def test_one_start_makes_nothing_bold_and_says_so(campaign: Path) -> None:
+    _, _, made = build(campaign)
+    assert all(r"\bfseries" not in table.to_latex() for table in made.values())
+    assert any("1 start: no verdict" in note for note in made["main"].notes)
+
+
+def test_bold_marks_what_beats_every_other_significantly(several: Path) -> None:
+    results, _, made = build(several)
+    best = max(
+        (r for r in frames.rows_of(results) if r["prompt"] == "all"),
+        key=lambda r: float(r["decode_tok_s"]),
+    )
+    for row in made["main"].rows:
+        if not isinstance(row, str):
+            assert row[2].bold == (row[0].text == best["label"])
+    assert "over server starts" in made["main"].notes[0]
+
+
+def test_accept_table_shows_whole_blocks_as_percent(campaign: Path) -> None:
+    results, _, made = build(campaign)
+    share = next(
+        r["full_block_share"]
+        for r in frames.rows_of(results)
+        if r["run"] == "tp1-linear" and r["prompt"] == "fib"
+    )
+    row = row_of(made["accept"], "DFlash linear")
+    assert row[3].value == pytest.approx(100 * share)
+    assert all(
+        row[0].text != "autoregressive" for row in made["accept"].rows if not isinstance(row, str)
+    )
+
+
+def test_scaling_table_compares_with_the_ideal(campaign: Path, several: Path) -> None:
+    row = row_of(build(campaign)[2]["scaling"], "autoregressive")
+    assert row[1].text == "TP 1 to 2"
+    assert row[3].value == pytest.approx(50 * (row[2].value or 0))
+    assert build(several)[2]["scaling"].rows == (
+        "No method was measured at two TP sizes under one set-up.",
+    )
+
+
+def test_cited_figures_are_marked_and_kept_apart(campaign: Path) -> None:
+    cited = build(campaign)[2]["cited"]
+    assert "not ours" in cited.notes[0]
+    first = cited.rows[0]
+    assert not isinstance(first, str)
+    assert (first[1].text, first[2].text.endswith("tok/s")) == ("about 26 tok/s", True)
+
+
+def test_failed_cells_say_why(tmp_path: Path) -> None:
+    changes = {"tp1-b16": synthetic.fail_run, "tp1-linear": synthetic.fail_request}
+    path = synthetic.save_campaign(tmp_path, synthetic.build_sweep(tp_size=(1,)), changes=changes)
+    (path / "tp1-b64" / "record.json").unlink()
+    results, scaling, made = build(path)
+    main = made["main"]
+    assert {c.text for c in row_of(main, "DDTree b16 (tp1-b16)")[1:]} == {"failed"}
+    notes = "\n".join(main.notes)
+    assert "tp1-b16: sglang exited with code 1" in notes
+    assert "/home/someone" not in notes
+    assert "tp1-linear fib: the stream broke off" in notes
+    assert "tp1-b64" in notes
+    macros = headline.build_macros(results, scaling, pd.DataFrame())
+    assert (macros["Conditions"], macros["ConditionsFailed"]) == ("6", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"weights": "random"}, "random weights"),
+        ({"server_env": {"SIMULATE_ACC_LEN": "4"}}, "simulated acceptance"),
+    ],
+)
+def test_unreal_speeds_are_labelled_in_every_table(
+    tmp_path: Path, options: dict[str, object], word: str
+) -> None:
+    sweep = synthetic.build_sweep(engines={"reference": options}, tree_budgets=(16,))
+    results, _, made = build(synthetic.save_campaign(tmp_path, sweep))
+    for name in ("main", "speedup", "steps", "accept", "scaling"):
+        assert all(word in row for row in made[name].rows if isinstance(row, str)), name
+    assert row_of(made["main"], "DDTree b16")[3].text == word.split()[0]
+    assert headline.build_headline(results) == f"No speedup can be stated: {word}."
+
+
+def test_headline_has_interval_n_verdict_and_oracle(campaign: Path, several: Path) -> None:
+    text = headline.build_headline(build(campaign)[0])
+    assert re.match(
+        r"DDTree b16 decodes \d\.\d\d times as fast as autoregressive decoding at TP 1 \(95% interval "
+        r"\d\.\d\d to \d\.\d\d; n = 3 \+ 3 rounds inside 1 server start; 1 start: no verdict; ",
+        text,
+    )
+    assert text.endswith("the best of 4 tree budgets, chosen on these same prompts.")
+    assert "n = 3 + 3 server starts; faster;" in headline.build_headline(build(several)[0])
+
+
+def test_macros_hold_the_quoted_numbers(campaign: Path, tmp_path: Path) -> None:
+    results, scaling, _ = build(campaign)
+    macros = headline.build_macros(
+        results, scaling, provenance.build_provenance(frames.load_campaigns([campaign]))
+    )
+    text = headline.save_macros(macros, tmp_path).read_text()
+    names = re.findall(r"\\newcommand\{\\bench([A-Za-z]+)\}", text)
+    assert names == list(macros)
+    assert rf"\newcommand{{\benchBestSpeedup}}{{{macros['BestSpeedup']}}}" in text
+    used = set(re.findall(r"\\bench([A-Za-z]+)", Path("report/main.tex").read_text()))
+    assert used <= set(macros)
+    assert "Example CPU 9000" in macros["Source"]
+
+
+def test_two_campaigns_are_told_apart(campaign: Path, several: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(several, tmp_path / "other")
+    groups = [row for row in build(campaign, other)[2]["main"].rows if isinstance(row, str)]
+    assert [g.split(" · ")[0] for g in groups] == ["synthetic", "synthetic", "other"]
+
+
+def test_plain_frames_become_tables_and_empty_ones_say_so() -> None:
+    frame = pd.DataFrame([{"run": "a", "reason": "see /home/x/log.txt"}])
+    table = tables.frame_table("failed", "Failed", frame, "None.")
+    assert table.rows == ((Cell(text="a"), Cell(text="see log.txt")),)
+    empty = tables.frame_table("failed", "Failed", frame.iloc[:0], "None.")
+    assert empty.rows == ("None.",)
+    assert "None." in empty.to_latex()
+
+
+@pytest.mark.latex
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
+def test_every_fragment_compiles_alone(tmp_path: Path) -> None:
+    changes = {"tp1-b16": synthetic.fail_run}
+    made = build(synthetic.save_campaign(tmp_path, changes=changes))[2]
+    made["small"] = SMALL
+    for table in made.values():
+        (tmp_path / f"{table.name}.tex").write_text(
+            build_document(table.to_latex()), encoding="utf-8"
+        )
+        command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", f"{table.name}.tex"]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False
+        )
+        assert done.returncode == 0, f"{table.name}: {done.stdout[-1500:]}"
