@@ -121,17 +121,13 @@ def sweep(
     failed = [outcome for outcome in outcomes if outcome.status == "failed"]
     for outcome in failed:
         typer.echo(f"failed: {outcome.spec.run_name}: {outcome.error}", err=True)
-    typer.echo(
-        f"{len(outcomes) - len(failed)} of {len(outcomes)} runs ok in {results / runs[0].campaign}"
-    )
+    typer.echo(f"{len(outcomes) - len(failed)} of {len(outcomes)} runs ok in {results / runs[0].campaign}")
     raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
 def summary(
-    campaign: Annotated[
-        str, typer.Argument(help="a campaign's folder, or its name under --results")
-    ],
+    campaign: Annotated[str, typer.Argument(help="a campaign's folder, or its name under --results")],
     results: ResultsOption = RESULTS,
     as_json: JsonOption = False,
 ) -> None:
@@ -149,9 +145,7 @@ def summary(
 
 @app.command()
 def report(
-    campaigns: Annotated[
-        list[str], typer.Argument(help="campaigns' folders, or names under --results")
-    ],
+    campaigns: Annotated[list[str], typer.Argument(help="campaigns' folders, or names under --results")],
     out: Annotated[Path, typer.Option("--out", help="folder of the report")] = Path("report"),
     results: ResultsOption = RESULTS,
 ) -> None:
@@ -168,9 +162,7 @@ def report(
 def serve(
     engine: Annotated[str, typer.Option(help="reference or sglang")] = "reference",
     method: Annotated[str, typer.Option(help="auto, linear or ddtree")] = "auto",
-    tree_budget: Annotated[
-        int | None, typer.Option(help="nodes beside the root, with ddtree")
-    ] = None,
+    tree_budget: Annotated[int | None, typer.Option(help="nodes beside the root, with ddtree")] = None,
     tp_size: Annotated[int, typer.Option(help="tensor-parallel ranks")] = 1,
     model_path: Annotated[str, typer.Option(help="empty: the engine's own default")] = "",
     draft_model_path: Annotated[str, typer.Option(help="empty: the engine's own default")] = "",
@@ -229,9 +221,7 @@ def _campaign(name: str, results: Path) -> Path:
     raise SpecError(f"no campaign {name!r}: neither a folder nor a name under {results}")
 
 
-def _show(
-    rows: list[dict[str, Any]], as_json: bool, title: str, columns: Sequence[str] = ()
-) -> None:
+def _show(rows: list[dict[str, Any]], as_json: bool, title: str, columns: Sequence[str] = ()) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return

@@ -33,15 +33,11 @@ def split_url(url: str) -> tuple[str, int, str]:
     """Host, port and path prefix of an http URL; RequestError for anything else."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
-        raise RequestError(
-            f"{url!r} is not an http:// URL with a host: servers are measured over plain HTTP"
-        )
+        raise RequestError(f"{url!r} is not an http:// URL with a host: servers are measured over plain HTTP")
     return parts.hostname, parts.port or 80, parts.path.rstrip("/")
 
 
-def call(
-    url: str, method: str = "GET", *, body: object = None, timeout_s: float = 10.0
-) -> tuple[int, bytes]:
+def call(url: str, method: str = "GET", *, body: object = None, timeout_s: float = 10.0) -> tuple[int, bytes]:
     """One plain request to a server's control surface: (status, body). RequestError when no answer comes.
 
     Proxy variables are ignored on purpose: a server under test is never behind one.
@@ -50,15 +46,11 @@ def call(
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         data = None if body is None else orjson.dumps(body)
-        connection.request(
-            method, path or "/", body=data, headers={"Content-Type": "application/json"}
-        )
+        connection.request(method, path or "/", body=data, headers={"Content-Type": "application/json"})
         response = connection.getresponse()
         return response.status, response.read()
     except (OSError, http.client.HTTPException) as error:
-        raise RequestError(
-            f"{method} {url}: no answer ({type(error).__name__}: {error})"
-        ) from error
+        raise RequestError(f"{method} {url}: no answer ({type(error).__name__}: {error})") from error
     finally:
         connection.close()
 
@@ -119,9 +111,7 @@ def _content_end(data: bytes) -> int | None:
     return None
 
 
-async def generate_round(
-    url: str, bodies: Sequence[dict[str, Any]], *, timeout_s: float
-) -> list[Exchange]:
+async def generate_round(url: str, bodies: Sequence[dict[str, Any]], *, timeout_s: float) -> list[Exchange]:
     """Send every body to `/generate` at once, all connections being open before the first is written."""
     host, port, path = split_url(url)
     opened = await asyncio.gather(*(_open(host, port) for _ in bodies))

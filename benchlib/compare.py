@@ -170,9 +170,7 @@ def build_results(campaigns: Iterable[Campaign]) -> pd.DataFrame:
     loaded = list(campaigns)
     rounds = build_rounds(build_requests(loaded)) if any(c.runs for c in loaded) else pd.DataFrame()
     cells = rows_of(build_cells(rounds)) if len(rounds) else []
-    rows: list[dict[str, Any]] = [
-        {**cell, "status": "ok", **_figures(cell, cells)} for cell in cells
-    ]
+    rows: list[dict[str, Any]] = [{**cell, "status": "ok", **_figures(cell, cells)} for cell in cells]
     for campaign in loaded:
         rows += [row for run in campaign.runs if not run.ok for row in _failed(run)]
         rows += [_broken(run) for run in campaign.broken]
@@ -190,9 +188,7 @@ def build_scaling(results: pd.DataFrame) -> pd.DataFrame:
     vary = ("tp_size",)
     rows = []
     for cell in cells:
-        smaller = [
-            c for c in cells if c["tp_size"] < cell["tp_size"] and _comparable(c, cell, vary)
-        ]
+        smaller = [c for c in cells if c["tp_size"] < cell["tp_size"] and _comparable(c, cell, vary)]
         if not smaller:
             continue
         base = min(smaller, key=lambda c: int(c["tp_size"]))
@@ -242,9 +238,7 @@ def _comparable(a: Row, b: Row, vary: Iterable[str]) -> bool:
 
 def _figures(cell: Row, cells: Sequence[Row]) -> dict[str, Any]:
     tpot = estimate_tpot(cell)
-    rates: dict[str, Any] = dict.fromkeys(
-        ("tpot_s", "decode_tok_s", "decode_tok_s_low", "decode_tok_s_high")
-    )
+    rates: dict[str, Any] = dict.fromkeys(("tpot_s", "decode_tok_s", "decode_tok_s_low", "decode_tok_s_high"))
     if tpot is not None:
         rates |= {"tpot_s": tpot.value, "decode_tok_s": 1 / tpot.value}
         rates["decode_tok_s_low"] = None if tpot.high is None else 1 / tpot.high
@@ -300,17 +294,13 @@ def _scaling(base: Row, cell: Row, ideal: float, vary: Iterable[str]) -> dict[st
         "high": "scaling_high",
         "verdict": "scaling_note",
     }
-    return {"ideal": ideal, "efficiency": found["ratio"] / ideal} | {
-        new: found[old] for old, new in names.items()
-    }
+    return {"ideal": ideal, "efficiency": found["ratio"] / ideal} | {new: found[old] for old, new in names.items()}
 
 
 def _failed(run: LoadedRun) -> list[dict[str, Any]]:
     spec, work = run.record.spec, run.record.spec.workload
     shared = {
-        **spec.model_dump(
-            include={"engine", "weights", "tp_size", "method", "tree_budget", "block_size"}
-        ),
+        **spec.model_dump(include={"engine", "weights", "tp_size", "method", "tree_budget", "block_size"}),
         **{"campaign": run.campaign, "run": run.name, "status": "failed", "tpot_starts": ()},
         "label": method_label(spec.method, spec.tree_budget),
         **{"n_starts": 0, "n_requests": 0, "error": run.reason, "note": "failed"},

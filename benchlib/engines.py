@@ -79,9 +79,7 @@ def build_launch(spec: RunSpec, *, host: str, port: int) -> Launch:
         if flag.name in known and not given:
             argv += [flag.name, *flag.values]
         elif flag.required and not given:
-            raise UnavailableError(
-                f"{_named(spec.engine, python)} has no {flag.name}, which {spec.run_name} needs"
-            )
+            raise UnavailableError(f"{_named(spec.engine, python)} has no {flag.name}, which {spec.run_name} needs")
     return Launch((*argv, *spec.server_args), dict(spec.server_env))
 
 
@@ -124,9 +122,7 @@ def _check_available(spec: RunSpec, known: frozenset[str], python: str) -> None:
             "Run it on a GPU, or use engine reference"
         )
     if not spec.draft_model_path:
-        raise SpecError(
-            f"method {spec.method} on sglang needs draft_model_path in [engines.sglang]"
-        )
+        raise SpecError(f"method {spec.method} on sglang needs draft_model_path in [engines.sglang]")
 
 
 def _device(server_args: tuple[str, ...]) -> str | None:
@@ -149,9 +145,7 @@ def engine_version(engine: Engine, python: str) -> str | None:
     package = "benchlib" if engine == "reference" else engine
     code = f"from importlib.metadata import version; print(version({package!r}))"
     try:
-        result = subprocess.run(
-            [python, "-c", code], capture_output=True, text=True, timeout=30, check=False
-        )
+        result = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
@@ -172,9 +166,7 @@ def _known_flags(engine: Engine, python: str) -> frozenset[str]:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnavailableError(
-            f"cannot ask {python} for SGLang's flags: {error}. {advice}"
-        ) from error
+        raise UnavailableError(f"cannot ask {python} for SGLang's flags: {error}. {advice}") from error
     flags = frozenset(re.findall(r"--[a-z0-9][a-z0-9-]+", result.stdout))
     if result.returncode or "--model-path" not in flags:
         last = (result.stderr.strip().splitlines() or ["no message"])[-1]
@@ -210,6 +202,4 @@ def check_server_info(spec: RunSpec, info: dict[str, Any]) -> None:
     if spec.tree_budget is not None and "speculative_ddtree_budget" not in info:
         wrong.append(f"speculative_ddtree_budget is not reported, planned {spec.tree_budget}")
     if wrong:
-        raise ServerError(
-            f"the server is not the one planned for {spec.run_name}: {'; '.join(wrong)}"
-        )
+        raise ServerError(f"the server is not the one planned for {spec.run_name}: {'; '.join(wrong)}")

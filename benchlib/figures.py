@@ -34,9 +34,7 @@ Row = Mapping[str, Any]
 Width = Literal["one", "two"]
 WIDTHS_IN: dict[Width, float] = {"one": 3.4, "two": 6.9}
 DPI = 200
-_BUDGETS = LinearSegmentedColormap.from_list(
-    "budget", ["#FBE0A0", "#F2B134", "#D55E00", "#7A2E00", "#2E1200"]
-)
+_BUDGETS = LinearSegmentedColormap.from_list("budget", ["#FBE0A0", "#F2B134", "#D55E00", "#7A2E00", "#2E1200"])
 _AUTO, _LINEAR = "#6E6E6E", "#0072B2"
 _RC: dict[str, Any] = {
     # One weight of one font: embedding a subset of each costs more than drawing the figure.
@@ -71,9 +69,7 @@ class Drawing:
 
     def to_html(self) -> str:
         """`figure` with the PNG as a data URI (the one-column one for small screens), its alt text and caption."""
-        wide, narrow = (
-            base64.b64encode(p.read_bytes()).decode() for p in (self.png, self.narrow_png)
-        )
+        wide, narrow = (base64.b64encode(p.read_bytes()).decode() for p in (self.png, self.narrow_png))
         alt, caption = html.escape(self.alt, quote=True), html.escape(self.caption)
         return (
             f'<figure class="plot" id="fig-{self.name}"><picture>'
@@ -136,8 +132,7 @@ def _save(plan: _Plan, rows: Sequence[Row], folder: Path) -> Drawing:
             figure.set_layout_engine("none")  # laid out already
             figure.savefig(f"{stem}.png", dpi=DPI, metadata={"Software": None})
     files = (
-        Path(f"{stem}{end}")
-        for stem, end in ((stems["two"], ".png"), (stems["one"], ".png"), (stems["two"], ".pdf"))
+        Path(f"{stem}{end}") for stem, end in ((stems["two"], ".png"), (stems["one"], ".png"), (stems["two"], ".pdf"))
     )
     return Drawing(plan.name, plan.caption, alt, *files)
 
@@ -188,12 +183,8 @@ def _legend(figure: Figure, rows: Iterable[Row], columns: int) -> None:
     seen = {}
     for row in sorted(rows, key=_method_order):
         colour, marker, _ = _style(row)
-        seen[row["label"]] = Line2D(
-            [], [], color=colour, marker=marker, linestyle="", markersize=5, label=row["label"]
-        )
-    figure.legend(
-        handles=list(seen.values()), loc="outside lower center", ncols=min(columns, len(seen))
-    )
+        seen[row["label"]] = Line2D([], [], color=colour, marker=marker, linestyle="", markersize=5, label=row["label"])
+    figure.legend(handles=list(seen.values()), loc="outside lower center", ncols=min(columns, len(seen)))
 
 
 def _style(row: Row) -> tuple[str, str, str]:
@@ -204,9 +195,7 @@ def _method_order(row: Row) -> tuple[int, int]:
     return ("auto", "linear", "ddtree").index(row["method"]), row["tree_budget"] or 0
 
 
-def _bars(
-    axis: Axes, rows: Sequence[Row], key: str, positions: Sequence[float], width: float
-) -> None:
+def _bars(axis: Axes, rows: Sequence[Row], key: str, positions: Sequence[float], width: float) -> None:
     for at, row in zip(positions, rows, strict=True):
         colour, _, hatch = _style(row)
         value, low, high = row[key], row.get(f"{key}_low"), row.get(f"{key}_high")
@@ -268,9 +257,7 @@ def _draw_by_verify(key: str, bottom: float) -> Callable[[Axes, Sequence[Row]], 
             if row["verify_tokens"] is None:
                 axis.axhline(row[key], color=colour, linestyle="--", linewidth=1)
                 continue
-            size = (
-                9 if row["method"] == "linear" else 6
-            )  # seen behind b15, which verifies as many tokens
+            size = 9 if row["method"] == "linear" else 6  # seen behind b15, which verifies as many tokens
             axis.plot(
                 row["verify_tokens"],
                 row[key],
@@ -362,9 +349,7 @@ def _pooled(key: str) -> Callable[[Row], bool]:
 
 
 def _placed(key: str) -> Callable[[Row], bool]:
-    return lambda row: (
-        _pooled(key)(row) and (row["method"] == "auto" or row["verify_tokens"] is not None)
-    )
+    return lambda row: _pooled(key)(row) and (row["method"] == "auto" or row["verify_tokens"] is not None)
 
 
 def _listing(title: str, key: str, decimals: int) -> Callable[[Sequence[Row]], str]:
@@ -384,9 +369,7 @@ def _decode_alt(rows: Sequence[Row]) -> str:
     best: dict[tuple[int, str], Row] = {}
     for row in sorted(rows, key=lambda r: float(r["decode_tok_s"])):
         best[row["tp_size"], row["prompt"]] = row
-    items = [
-        f"TP {tp} {p}: {r['label']}, {r['decode_tok_s']:.0f} tok/s" for (tp, p), r in best.items()
-    ]
+    items = [f"TP {tp} {p}: {r['label']}, {r['decode_tok_s']:.0f} tok/s" for (tp, p), r in best.items()]
     return f"Bars of decode rate by prompt and method. Fastest: {'; '.join(items)}."
 
 

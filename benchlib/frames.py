@@ -118,9 +118,7 @@ def find_folder(path: Path | str) -> Path:
     for candidate in (Path(path), repository / path):
         if candidate.is_dir():
             return candidate.resolve()
-    raise RecordError(
-        f"{path} is not a folder: give results/<campaign>, or run its sweep with `benchlib sweep` first"
-    )
+    raise RecordError(f"{path} is not a folder: give results/<campaign>, or run its sweep with `benchlib sweep` first")
 
 
 def load_campaign(path: Path | str) -> Campaign:
@@ -137,9 +135,7 @@ def load_campaign(path: Path | str) -> Campaign:
         except RecordError as error:
             broken.append(BrokenRun(folder.name, child.name, str(error)))
     if not runs and not broken:
-        raise RecordError(
-            f"{path} holds no run: expected folders such as {folder.name}/tp1-auto/record.json"
-        )
+        raise RecordError(f"{path} holds no run: expected folders such as {folder.name}/tp1-auto/record.json")
     return Campaign(folder.name, tuple(runs), tuple(broken))
 
 
@@ -155,10 +151,7 @@ def load_campaigns(paths: Iterable[Path | str]) -> list[Campaign]:
 def rows_of(frame: pd.DataFrame) -> list[Row]:
     """Rows as plain dicts in which missing is None."""
     plain = frame.astype(object)
-    return [
-        {str(k): v for k, v in row.items()}
-        for row in plain.where(plain.notna(), None).to_dict("records")
-    ]
+    return [{str(k): v for k, v in row.items()} for row in plain.where(plain.notna(), None).to_dict("records")]
 
 
 def build_requests(campaigns: Iterable[Campaign]) -> pd.DataFrame:
@@ -167,19 +160,14 @@ def build_requests(campaigns: Iterable[Campaign]) -> pd.DataFrame:
     for run in (run for campaign in campaigns for run in campaign.runs):
         condition = condition_of(run)
         digests = {_cell(c): c.prompt_sha256 for c in run.record.cells}
-        rows += [
-            {**condition, **_request(r), "prompt_sha256": digests.get(_cell(r))}
-            for r in run.requests
-        ]
+        rows += [{**condition, **_request(r), "prompt_sha256": digests.get(_cell(r))} for r in run.requests]
     return pd.DataFrame(rows).convert_dtypes()
 
 
 def build_rounds(requests: pd.DataFrame) -> pd.DataFrame:
     """One row a timed round of finished runs; `prompt="all"` rows where every prompt's round is complete."""
     timed = [r for r in rows_of(requests) if r["run_ok"] and not r["warmup"]]
-    rounds = [
-        _round(group) for group in _grouped(timed, ("campaign", "run", *CELL_FIELDS, "round"))
-    ]
+    rounds = [_round(group) for group in _grouped(timed, ("campaign", "run", *CELL_FIELDS, "round"))]
     pooled = [
         _pooled_round(group)
         for group in _grouped(rounds, ("campaign", "run", "max_new_tokens", "concurrency", "round"))
@@ -260,9 +248,7 @@ def _request(r: RequestRecord) -> Row:
     last = r.ticks[-1] if r.ticks else (None, None)
     stop = r.end_s if r.end_s is not None else last[0]
     return {
-        **{
-            k: getattr(r, k) for k in (*CELL_FIELDS, "round", "stream", "warmup", "sent_s", "error")
-        },
+        **{k: getattr(r, k) for k in (*CELL_FIELDS, "round", "stream", "warmup", "sent_s", "error")},
         "completion_tokens": r.completion_tokens if r.completion_tokens is not None else last[1],
         "stop_s": None if stop is None else r.sent_s + stop,
         "decode_s": window and window[0],
@@ -306,10 +292,7 @@ def _pooled_round(group: list[Row]) -> Row:
         "prompt_sha256": " ".join(sorted(str(r["prompt_sha256"]) for r in group)),
         "complete": True,
         "error": None,
-        **{
-            key: _sum(r[key] for r in group)
-            for key in (*_SUMMED, "n_requests", "n_failed", "window_s")
-        },
+        **{key: _sum(r[key] for r in group) for key in (*_SUMMED, "n_requests", "n_failed", "window_s")},
         "ttft_s": _mean(r["ttft_s"] for r in group),
         "accept_length_macro": _mean(r["accept_length_macro"] for r in group),
         "drafts_histogram": metrics.add_histograms(r["drafts_histogram"] for r in group),
@@ -351,10 +334,7 @@ def _cell_row(group: list[Row]) -> Row:
     histogram = metrics.add_histograms(r["drafts_histogram"] for r in good)
     tokens, window = _sum(r["completion_tokens"] for r in good), _sum(r["window_s"] for r in good)
     return {
-        **{
-            k: group[0][k]
-            for k in ("run", "label", *CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")
-        },
+        **{k: group[0][k] for k in ("run", "label", *CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")},
         "n_starts": len({r["run"] for r in good}),
         "n_rounds": len(good),
         "n_requests": sum(r["n_requests"] for r in good),
@@ -367,9 +347,7 @@ def _cell_row(group: list[Row]) -> Row:
         "accept_length_macro": _mean(r["accept_length_macro"] for r in good),
         "drafts_histogram": histogram,
         "full_block_share": metrics.full_block_share(histogram, group[0]["block_size"]),
-        "step_ms": metrics.step_ms(
-            _sum(r["decode_s"] for r in good), _sum(r["decode_steps"] for r in good)
-        ),
+        "step_ms": metrics.step_ms(_sum(r["decode_s"] for r in good), _sum(r["decode_steps"] for r in good)),
         "budget_efficiency": metrics.budget_efficiency(length, group[0]["verify_tokens"]),
         "peak_concurrency": max((r["peak_concurrency"] for r in good), default=None),
     }

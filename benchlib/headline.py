@@ -68,12 +68,8 @@ def build_headline(results: pd.DataFrame) -> str:
     """The main result in one or two sentences: the largest pooled speedup, with interval, n and verdict."""
     row = _best_row(rows_of(results))
     if row is None:
-        reasons = sorted(
-            {str(r["note"]) for r in rows_of(results) if r["note"] and r["note"] != BASELINE}
-        )
-        return redact(
-            f"No speedup can be stated: {'; '.join(reasons) or 'no method was measured beside auto'}."
-        )
+        reasons = sorted({str(r["note"]) for r in rows_of(results) if r["note"] and r["note"] != BASELINE})
+        return redact(f"No speedup can be stated: {'; '.join(reasons) or 'no method was measured beside auto'}.")
     place, *workload = group_heading(row).split(" · ")
     interval = f"95% interval {row['speedup_low']:.2f} to {row['speedup_high']:.2f}"
     n = f"n = {row['speedup_n_baseline']} + {row['speedup_n']} {_unit(row)}"
@@ -85,30 +81,20 @@ def build_headline(results: pd.DataFrame) -> str:
 
 def _oracle(row: Row, rows: Sequence[Row]) -> str:
     """What is to be said of a budget that is the best of several on the very prompts it is reported for."""
-    budgets = {
-        r["tree_budget"] for r in rows if r["method"] == "ddtree" and group_of(r) == group_of(row)
-    }
+    budgets = {r["tree_budget"] for r in rows if r["method"] == "ddtree" and group_of(r) == group_of(row)}
     if row["method"] != "ddtree" or len(budgets) < 2:
         return ""
     return f" It is the best of {len(budgets)} tree budgets, chosen on these same prompts."
 
 
-def build_macros(
-    results: pd.DataFrame, scaling: pd.DataFrame, provenance: pd.DataFrame
-) -> dict[str, str]:
+def build_macros(results: pd.DataFrame, scaling: pd.DataFrame, provenance: pd.DataFrame) -> dict[str, str]:
     """Macro name (without `\\bench`) to the text it stands for: every number that main.tex quotes."""
     rows = rows_of(results)
     best = _best_row(rows) or {}
-    same = [
-        r
-        for r in rows
-        if best and group_of(r) == group_of(best) and r["prompt"] == ALL and r["status"] == "ok"
-    ]
+    same = [r for r in rows if best and group_of(r) == group_of(best) and r["prompt"] == ALL and r["status"] == "ok"]
     linear: Row = next((r for r in same if r["method"] == "linear"), {})
     auto: Row = next((r for r in same if r["method"] == "auto"), {})
-    wide: Row = next(
-        (r for r in rows_of(scaling) if r["method"] == "auto" and r["prompt"] == ALL), {}
-    )
+    wide: Row = next((r for r in rows_of(scaling) if r["method"] == "auto" and r["prompt"] == ALL), {})
     runs = {(r["campaign"], r["run"]): r["status"] for r in rows}
     return {
         "Headline": build_headline(results),
@@ -134,9 +120,7 @@ def save_macros(macros: Mapping[str, str], folder: Path) -> Path:
     """Write `macros.tex` with one `\\newcommand` a macro, values escaped; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "macros.tex"
-    lines = [
-        rf"\newcommand{{\bench{name}}}{{{escape_tex(value)}}}" for name, value in macros.items()
-    ]
+    lines = [rf"\newcommand{{\bench{name}}}{{{escape_tex(value)}}}" for name, value in macros.items()]
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     return path
 
@@ -172,6 +156,4 @@ def _numbers(prefix: str, row: Row) -> dict[str, str]:
         "step_ms": 2,
     }
     names = {key: "".join(part.capitalize() for part in key.split("_")) for key in decimals}
-    return {
-        f"{prefix}{names[key]}": _text(row.get(key), digits) for key, digits in decimals.items()
-    }
+    return {f"{prefix}{names[key]}": _text(row.get(key), digits) for key, digits in decimals.items()}

@@ -78,9 +78,7 @@ class _Session:
     broken: str | None = None
 
 
-def measure_run(
-    spec: RunSpec, server: ServerRecord, *, progress: Progress | None = None
-) -> Measurement:
+def measure_run(spec: RunSpec, server: ServerRecord, *, progress: Progress | None = None) -> Measurement:
     """Measure every cell of `spec` on a running server; `progress` gets (rounds done, rounds in all, cell).
 
     Failed requests do not raise; they are in the result. Raises SpecError for prompts that do not exist.
@@ -164,9 +162,7 @@ def _build_cells(spec: RunSpec, server: ServerRecord) -> list[Cell]:
     work = spec.workload
     vocab_size = _vocab_size(spec, server) if work.prompt_set == "random-ids" else None
     prompts = build_prompts(work.prompt_set, work.prompts, seed=spec.seed, vocab_size=vocab_size)
-    return [
-        Cell(*axes) for axes in itertools.product(prompts, work.max_new_tokens, work.concurrency)
-    ]
+    return [Cell(*axes) for axes in itertools.product(prompts, work.max_new_tokens, work.concurrency)]
 
 
 def _vocab_size(spec: RunSpec, server: ServerRecord) -> int | None:

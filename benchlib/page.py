@@ -92,9 +92,7 @@ def build_page(notebook: Path, campaigns: Sequence[str]) -> str:
     body, _ = exporter.from_notebook_node(content)
     headline = re.search(r'<p class="headline">.*?</p>', body, re.DOTALL)
     lead = headline.group(0) if headline else ""
-    page = _page(
-        f"Speculative decoding, measured: {', '.join(campaigns)}", lead, body.replace(lead, "", 1)
-    )
+    page = _page(f"Speculative decoding, measured: {', '.join(campaigns)}", lead, body.replace(lead, "", 1))
     _check(page)
     return page
 
@@ -138,9 +136,7 @@ def _page(title: str, lead: str, body: str) -> str:
 
 
 def _check(page: str) -> None:
-    outside = re.search(
-        r"""(?:https?:)?//[\w.-]+\.\w|<script|<link|<iframe|@import|url\((?!["']?data:)""", page
-    )
+    outside = re.search(r"""(?:https?:)?//[\w.-]+\.\w|<script|<link|<iframe|@import|url\((?!["']?data:)""", page)
     if outside:
         around = page[max(0, outside.start() - 60) : outside.end() + 60]
         raise ReportError(

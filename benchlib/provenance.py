@@ -47,9 +47,7 @@ def _provenance(run: LoadedRun) -> Row:
         "python": env.get("python"),
         "benchlib": packages.get("benchlib"),
         "torch": packages.get("torch"),
-        "commit": f"{git['commit'][:12]}{' + changes' if git.get('dirty') else ''}"
-        if git
-        else None,
+        "commit": f"{git['commit'][:12]}{' + changes' if git.get('dirty') else ''}" if git else None,
         "day": run.record.started_at[:10],
     }
 

@@ -52,29 +52,17 @@ class RequestRecord(Frozen):
     ticks: tuple[Tick, ...] = Field(
         description="(seconds after sent_s, completion tokens so far) of each streamed chunk that brought tokens"
     )
-    end_s: float | None = Field(
-        description="seconds after sent_s when the stream ended; None: it did not"
-    )
+    end_s: float | None = Field(description="seconds after sent_s when the stream ended; None: it did not")
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
-    verify_ct: int | None = Field(
-        None, description="target verify steps (spec_verify_ct); None: autoregressive"
-    )
-    correct_drafts: int | None = Field(
-        None, description="accepted drafts, bonus excluded (spec_num_correct_drafts)"
-    )
-    proposed_drafts: int | None = Field(
-        None, description="drafted nodes or tokens (spec_num_proposed_drafts)"
-    )
-    drafts_histogram: tuple[int, ...] | None = Field(
-        None, description="index: accepted drafts in a step; value: steps"
-    )
+    verify_ct: int | None = Field(None, description="target verify steps (spec_verify_ct); None: autoregressive")
+    correct_drafts: int | None = Field(None, description="accepted drafts, bonus excluded (spec_num_correct_drafts)")
+    proposed_drafts: int | None = Field(None, description="drafted nodes or tokens (spec_num_proposed_drafts)")
+    drafts_histogram: tuple[int, ...] | None = Field(None, description="index: accepted drafts in a step; value: steps")
     output_ids: tuple[int, ...] | None = None
-    server_times: dict[str, float] = Field(
-        default_factory=dict, description="the server's own; never used for a rate"
-    )
+    server_times: dict[str, float] = Field(default_factory=dict, description="the server's own; never used for a rate")
     error: str | None = None
 
 
@@ -105,9 +93,7 @@ class ServerRecord(Frozen):
         None, description="tokens of one verify forward: 1 + nodes; None when autoregressive"
     )
     effective_max_running_requests: int | None = None
-    info: dict[str, Any] = Field(
-        default_factory=dict, description="/server_info, less what may hold secrets"
-    )
+    info: dict[str, Any] = Field(default_factory=dict, description="/server_info, less what may hold secrets")
     log: str = Field("", description="the log's path inside the run's folder")
 
 
@@ -118,9 +104,7 @@ class RunRecord(Frozen):
     status: Literal["ok", "failed"]
     error: str | None = None
     spec: RunSpec
-    identity: str = Field(
-        description="hash of spec, variables, package versions and devices: what resuming compares"
-    )
+    identity: str = Field(description="hash of spec, variables, package versions and devices: what resuming compares")
     started_at: str = Field(description="wall-clock time, ISO 8601 with zone")
     duration_s: float
     environment: dict[str, Any] = Field(description="provenance, from benchlib.environment")
@@ -128,16 +112,12 @@ class RunRecord(Frozen):
     server: ServerRecord | None = None
     cells: tuple[CellRecord, ...] = ()
     warnings: tuple[str, ...] = ()
-    requests_sha256: str | None = Field(
-        None, description="of requests.jsonl: a truncated one is found out"
-    )
+    requests_sha256: str | None = Field(None, description="of requests.jsonl: a truncated one is found out")
 
 
 def run_identity(spec: RunSpec, environment: dict[str, Any]) -> str:
     """Hash of everything that makes two runs the same run; `environment["identity"]` is its volatile part."""
-    return content_hash(
-        {"spec": spec.model_dump(mode="json"), "environment": environment.get("identity", {})}
-    )
+    return content_hash({"spec": spec.model_dump(mode="json"), "environment": environment.get("identity", {})})
 
 
 def run_folder(results: Path | str, spec: RunSpec) -> Path:
@@ -179,9 +159,7 @@ def load_record(folder: Path | str) -> RunRecord:
     try:
         record = RunRecord.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise RecordError(
-            f"{folder} holds no record.json: the run did not finish; run its sweep again"
-        ) from error
+        raise RecordError(f"{folder} holds no record.json: the run did not finish; run its sweep again") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
@@ -204,18 +182,14 @@ def load_requests(folder: Path | str) -> Sequence[RequestRecord]:
     try:
         return [RequestRecord.model_validate_json(line) for line in lines]
     except ValidationError as error:
-        raise RecordError(
-            f"{path} has a broken line: {error.errors()[0]['msg']}; run its sweep again"
-        ) from None
+        raise RecordError(f"{path} has a broken line: {error.errors()[0]['msg']}; run its sweep again") from None
 
 
 def _check_requests(path: Path, expected: str) -> None:
     try:
         seen = hashlib.sha256(path.read_bytes()).hexdigest()
     except FileNotFoundError as error:
-        raise RecordError(
-            f"{path} is missing though its record names it: run the sweep again"
-        ) from error
+        raise RecordError(f"{path} is missing though its record names it: run the sweep again") from error
     if seen != expected:
         raise RecordError(
             f"{path} has SHA-256 {seen[:12]}..., its record says {expected[:12]}...: "

@@ -29,8 +29,7 @@ NOTEBOOK = ROOT / "notebooks" / "04_report.ipynb"
 MAIN_TEX = ROOT / "report" / "main.tex"
 LATEX_TIMEOUT_S = 300
 LATEX_PACKAGES = (
-    "texlive-latex-base texlive-latex-extra texlive-science "
-    "texlive-fonts-recommended texlive-pictures latexmk"
+    "texlive-latex-base texlive-latex-extra texlive-science texlive-fonts-recommended texlive-pictures latexmk"
 )
 
 
@@ -116,15 +115,11 @@ def show(*items: Any) -> None:
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise ReportError(
-            f"{path.name} is not beside the package: reports are made in a clone of the repository"
-        )
+        raise ReportError(f"{path.name} is not beside the package: reports are made in a clone of the repository")
     return path
 
 
 def _tex_error(log: str) -> str:
     lines = log.splitlines()
-    first = next(
-        (i for i, line in enumerate(lines) if line.startswith("!")), max(0, len(lines) - 3)
-    )
+    first = next((i for i, line in enumerate(lines) if line.startswith("!")), max(0, len(lines) - 3))
     return " ".join(lines[first : first + 3])

@@ -95,9 +95,7 @@ def open_server(spec: RunSpec, *, folder: Path, url: str = "") -> Server:
         if held is not None and held.url == url:
             return Server(held)
         return attach_server(spec, url=url)
-    return (
-        attach_server(spec, url=spec.attach) if spec.attach else start_server(spec, folder=folder)
-    )
+    return attach_server(spec, url=spec.attach) if spec.attach else start_server(spec, folder=folder)
 
 
 def attach_server(spec: RunSpec, *, url: str) -> Server:
@@ -181,11 +179,7 @@ class _Holder:
 
     def failure(self, what: str) -> ServerError:
         """An error that shows the failing thing itself: the log's end, and where the rest is."""
-        lines = (
-            self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-            if self.log.is_file()
-            else []
-        )
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.is_file() else []
         tail = "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (the log is empty)"
         return ServerError(f"the server {what}. Last log lines:\n{tail}\nFull log: {self.log}")
 
@@ -209,9 +203,7 @@ class _Holder:
                 process.send_signal(signal.SIGKILL)
         _, alive = psutil.wait_procs(left, timeout=5)
         if alive:
-            raise ServerError(
-                f"processes of the server survived SIGKILL: {[p.pid for p in alive]}. End them by hand"
-            )
+            raise ServerError(f"processes of the server survived SIGKILL: {[p.pid for p in alive]}. End them by hand")
 
 
 def _survivors(leader: int, family: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -227,9 +219,7 @@ def _wait_ready(holder: _Holder, url: str, port: int, timeout_s: float) -> None:
     deadline = holder.started + timeout_s
     while True:
         if (code := holder.exit_code()) is not None:
-            raise holder.failure(
-                f"exited with code {code} after {holder.seconds:.1f} s, before it was ready"
-            )
+            raise holder.failure(f"exited with code {code} after {holder.seconds:.1f} s, before it was ready")
         if time.monotonic() > deadline:
             raise holder.failure(f"was not ready after {timeout_s:g} s (startup_timeout_s)")
         if _says_ready(url) and _owns_port(holder.pid, port):
@@ -249,11 +239,7 @@ def _says_ready(url: str) -> bool:
 
 def _owns_port(leader: int, port: int) -> bool:
     """Whether the listener is the server's; ServerError when somebody else answers there."""
-    owners = {
-        c.pid
-        for c in psutil.net_connections("tcp")
-        if c.status == psutil.CONN_LISTEN and c.laddr.port == port
-    }
+    owners = {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
     foreign = [pid for pid in owners if pid is None or not _in_session(pid, leader)]
     if foreign:
         raise ServerError(
@@ -283,9 +269,7 @@ def _send_canary(holder: _Holder, url: str, timeout_s: float) -> None:
     if error is None:
         return
     if (code := holder.exit_code(wait_s=DEATH_S)) is not None:
-        raise holder.failure(
-            f"exited with code {code} at its first request, {holder.seconds:.1f} s after its start"
-        )
+        raise holder.failure(f"exited with code {code} at its first request, {holder.seconds:.1f} s after its start")
     raise holder.failure(f"said it was ready but did not generate one token: {error}")
 
 

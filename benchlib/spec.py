@@ -59,12 +59,8 @@ class Workload(Frozen):
     prompt_set: PromptSet = "openings"
     max_new_tokens: tuple[Positive, ...] = Field((256,), min_length=1)
     concurrency: tuple[Positive, ...] = Field((1,), min_length=1)
-    warmups: int = Field(
-        1, ge=0, description="untimed requests before each cell, kept in the record apart"
-    )
-    repeats: int = Field(
-        3, ge=1, description="timed rounds of each cell; a round is `concurrency` requests at once"
-    )
+    warmups: int = Field(1, ge=0, description="untimed requests before each cell, kept in the record apart")
+    repeats: int = Field(3, ge=1, description="timed rounds of each cell; a round is `concurrency` requests at once")
     temperature: float = Field(0.0, ge=0.0)
     ignore_eos: bool = True
 
@@ -84,12 +80,8 @@ class RunSpec(Frozen):
     engine: Engine = "reference"
     tp_size: Positive = 1
     method: Method = "auto"
-    tree_budget: int | None = Field(
-        None, ge=1, le=1024, description="nodes beside the root; only with ddtree"
-    )
-    block_size: int = Field(
-        16, ge=2, le=64, description="DFlash block: anchor + block_size - 1 drafts"
-    )
+    tree_budget: int | None = Field(None, ge=1, le=1024, description="nodes beside the root; only with ddtree")
+    block_size: int = Field(16, ge=2, le=64, description="DFlash block: anchor + block_size - 1 drafts")
     start: Positive = 1
     model_path: str = Field("", description="empty: the engine's own default")
     draft_model_path: str = Field("", description="empty: the engine's own default")
@@ -115,9 +107,7 @@ class RunSpec(Frozen):
         if self.method == "ddtree" and self.tree_budget is None:
             problems.append('method "ddtree" needs tree_budget (1 to 1024)')
         if self.method != "ddtree" and self.tree_budget is not None:
-            problems.append(
-                f'tree_budget={self.tree_budget} means nothing for method "{self.method}": leave it out'
-            )
+            problems.append(f'tree_budget={self.tree_budget} means nothing for method "{self.method}": leave it out')
         if max(self.workload.concurrency) > self.max_running_requests:
             problems.append(
                 f"concurrency {max(self.workload.concurrency)} exceeds max_running_requests={self.max_running_requests}"
@@ -170,9 +160,7 @@ class EngineOptions(Frozen):
     server_python: str = ""
     server_args: tuple[str, ...] = ()
     server_env: dict[str, str] = Field(default_factory=dict)
-    prompt_set: PromptSet | None = Field(
-        None, description="replaces the workload's, where the engine needs another"
-    )
+    prompt_set: PromptSet | None = Field(None, description="replaces the workload's, where the engine needs another")
 
 
 class Sweep(Frozen):
@@ -302,7 +290,5 @@ def _checked(model: type[M], data: dict[str, Any], where: str) -> M:
         ]
         allowed = ", ".join(sorted(model.model_fields))
         raise SpecError(
-            f"{where} has {len(lines)} problem(s):\n"
-            + "\n".join(lines)
-            + f"\nallowed keys: {allowed}"
+            f"{where} has {len(lines)} problem(s):\n" + "\n".join(lines) + f"\nallowed keys: {allowed}"
         ) from None

@@ -81,9 +81,7 @@ def _status(head: bytes) -> int:
     return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
 
 
-def _body_pieces(
-    head: bytes, pieces: Iterable[tuple[float, bytes]]
-) -> Iterator[tuple[float, bytes]]:
+def _body_pieces(head: bytes, pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     chunked = b"transfer-encoding: chunked" in head.lower()
     if not chunked:
         yield from pieces
@@ -180,9 +178,7 @@ def _message_of(value: dict[str, Any]) -> str:
     return str(inner)[:300]
 
 
-def request_record(
-    exchange: Exchange, *, epoch: float, ignore_eos: bool, **place: Any
-) -> RequestRecord:
+def request_record(exchange: Exchange, *, epoch: float, ignore_eos: bool, **place: Any) -> RequestRecord:
     """The record of a read exchange; `place` are the fields that say which request it was, `epoch` the run's zero."""
     reply = read_exchange(exchange)
     meta = reply.meta

@@ -144,9 +144,7 @@ def _run_one(spec: RunSpec, results: Path, notebook: Path, force: bool) -> Outco
     return Outcome(spec, record.status, seconds, record.error)
 
 
-def _measure(
-    spec: RunSpec, results: Path, notebook: Path, folder: Path, server: Server
-) -> str | None:
+def _measure(spec: RunSpec, results: Path, notebook: Path, folder: Path, server: Server) -> str | None:
     """Execute the notebook on the server; what went wrong, if it says so itself."""
     parameters = {
         **spec.to_parameters(),
@@ -191,9 +189,7 @@ def _check_parameters(notebook: Path, spec: RunSpec) -> None:
     known = read_parameters(notebook)
     given = {*spec.to_parameters(), "server_url", "results_dir"}
     if unknown := sorted(given - known):
-        raise SpecError(
-            f"{notebook} has no parameter {unknown}; its parameters cell has {sorted(known)}"
-        )
+        raise SpecError(f"{notebook} has no parameter {unknown}; its parameters cell has {sorted(known)}")
 
 
 @contextmanager
@@ -203,9 +199,7 @@ def _locked(campaign: Path) -> Iterator[None]:
         with FileLock(campaign / ".lock", timeout=0):
             yield
     except Timeout:
-        raise RecordError(
-            f"another sweep is writing {campaign}: wait for it, or give another --results"
-        ) from None
+        raise RecordError(f"another sweep is writing {campaign}: wait for it, or give another --results") from None
 
 
 @contextmanager

@@ -66,9 +66,7 @@ def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, source: str) -> d
     notes = (*_interval_notes(rows), source)
     tables = [
         _main_table(rows, notes),
-        _prompt_table(
-            "speedup", "Speedup over autoregressive decoding, by prompt", "speedup", rows, notes
-        ),
+        _prompt_table("speedup", "Speedup over autoregressive decoding, by prompt", "speedup", rows, notes),
         _prompt_table("steps", "Milliseconds a verify step, by prompt", "step_ms", rows, (source,)),
         _accept_table(rows, source),
         _scaling_table(rows_of(scaling), notes),
@@ -80,13 +78,8 @@ def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, source: str) -> d
 def frame_table(name: str, caption: str, frame: pd.DataFrame, empty: str) -> Table:
     """A DataFrame of texts as a table, addresses and paths taken out; `empty` is what an empty one says."""
     columns = tuple(Column(str(c).capitalize(), kind="text") for c in frame.columns)
-    rows = [
-        tuple(Cell(text=redact(str(v if v is not None else "—"))) for v in r.values())
-        for r in rows_of(frame)
-    ]
-    return Table(
-        name, caption, columns or (Column("Item", kind="text"),), tuple(rows) or (empty,), wrap=True
-    )
+    rows = [tuple(Cell(text=redact(str(v if v is not None else "—"))) for v in r.values()) for r in rows_of(frame)]
+    return Table(name, caption, columns or (Column("Item", kind="text"),), tuple(rows) or (empty,), wrap=True)
 
 
 def _main_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
@@ -123,9 +116,7 @@ def _pooled_columns() -> tuple[Column, ...]:
     )
 
 
-def _prompt_table(
-    name: str, caption: str, key: str, rows: Sequence[Row], notes: tuple[str, ...]
-) -> Table:
+def _prompt_table(name: str, caption: str, key: str, rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
     shown = (*_prompts(rows), ALL)
     unit, decimals = METRICS[key].unit, None if key == "speedup" else 2
     columns = (Column("Method", kind="text"), *(Column(p, unit, decimals=decimals) for p in shown))
@@ -204,17 +195,12 @@ def _scaling_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
 
 def _cited_table(rows: Sequence[Row]) -> Table:
     columns = tuple(Column(head, kind="text") for head in ("Case", "Cited", "Measured here"))
-    body = tuple(
-        (Cell(text=case), Cell(text=figure), Cell(text=_ours(rows, where)))
-        for case, figure, where in _CITED
-    )
+    body = tuple((Cell(text=case), Cell(text=figure), Cell(text=_ours(rows, where))) for case, figure, where in _CITED)
     note = (
         "Cited, not ours: published figures of a Qwen3.6-27B campaign on 8 RTX PRO 6000 GPUs over PCIe. "
         "Another machine and another model: side by side for orientation, not compared."
     )
-    return Table(
-        "cited", "Cited figures of an earlier campaign, beside this one's", columns, body, (note,)
-    )
+    return Table("cited", "Cited figures of an earlier campaign, beside this one's", columns, body, (note,))
 
 
 def _ours(rows: Sequence[Row], where: tuple[int, str, int | None, str] | None) -> str:
@@ -224,9 +210,7 @@ def _ours(rows: Sequence[Row], where: tuple[int, str, int | None, str] | None) -
     found = [
         r
         for r in rows
-        if [r["tp_size"], r["method"], r["tree_budget"]] == axes
-        and r["prompt"] == ALL
-        and r[key] is not None
+        if [r["tp_size"], r["method"], r["tree_budget"]] == axes and r["prompt"] == ALL and r[key] is not None
     ]
     return f"{found[0][key]:.1f} {METRICS[key].unit}" if found else "—"
 
@@ -249,9 +233,7 @@ def _table(
             cells = {r["prompt"]: r for r in run}
             marks = {prompt: name == run[0]["run"] for prompt, name in best.items()}
             body.append((Cell(text=_row_label(run)), *line(cells, marks)))
-    return Table(
-        name, caption, columns, tuple(body) or ("No run to show.",), tuple(dict.fromkeys(notes))
-    )
+    return Table(name, caption, columns, tuple(body) or ("No run to show.",), tuple(dict.fromkeys(notes)))
 
 
 def _row_label(run: Sequence[Row]) -> str:
@@ -303,13 +285,7 @@ def _reason(row: Row, note: str = "note") -> str:
 def _number(row: Row, key: str, missing: str) -> Cell:
     if row.get(key) is not None:
         return Cell(float(row[key]))
-    return Cell(
-        text=missing
-        if row.get("status") == "ok" and row["tpot_starts"]
-        else _reason(row)
-        if row
-        else "—"
-    )
+    return Cell(text=missing if row.get("status") == "ok" and row["tpot_starts"] else _reason(row) if row else "—")
 
 
 def _percent(row: Row, key: str) -> Cell:
@@ -332,18 +308,12 @@ def _interval_notes(rows: Sequence[Row]) -> tuple[str, ...]:
     measured = [r for r in rows if r.get("level")]
     if not measured:
         return ("No cell was measured.",)
-    starts, rounds = (
-        span(r[k] for r in measured if r["prompt"] == ALL) for k in ("n_starts", "n_rounds")
-    )
+    starts, rounds = (span(r[k] for r in measured if r["prompt"] == ALL) for k in ("n_starts", "n_rounds"))
     wide = "± is the wider half of a 95% interval (Student's t on logarithms; ratios: Welch's t)"
     what = f"n = {rounds} timed rounds of all prompts in {_count(starts, 'server start')}"
     if all(r["level"] == "round" for r in measured):
-        return (
-            f"{wide} over the rounds inside one server start; {ONE_START}. {what}. Nothing is bold: no verdict.",
-        )
-    return (
-        f"{wide} over server starts; {what}. Bold: significantly faster than every other method of its group.",
-    )
+        return (f"{wide} over the rounds inside one server start; {ONE_START}. {what}. Nothing is bold: no verdict.",)
+    return (f"{wide} over server starts; {what}. Bold: significantly faster than every other method of its group.",)
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:

@@ -135,9 +135,7 @@ class Table:
 
     def _longest(self) -> int:
         rows = [row for row in self.rows if not isinstance(row, str)]
-        return max(
-            range(len(self.columns)), key=lambda i: max((len(r[i].text) for r in rows), default=0)
-        )
+        return max(range(len(self.columns)), key=lambda i: max((len(r[i].text) for r in rows), default=0))
 
     def _groups(self) -> list[tuple[str, int]]:
         runs: list[tuple[str, int]] = []
@@ -150,9 +148,7 @@ class Table:
 
     def _tex_heads(self) -> Iterable[str]:
         if any(column.group for column in self.columns):
-            spans = [
-                rf"\multicolumn{{{n}}}{{c}}{{{escape_tex(group)}}}" for group, n in self._groups()
-            ]
+            spans = [rf"\multicolumn{{{n}}}{{c}}{{{escape_tex(group)}}}" for group, n in self._groups()]
             yield " & ".join(spans) + r" \\"
             at = 1
             for group, n in self._groups():
@@ -179,10 +175,7 @@ class Table:
 
     def _html_heads(self) -> Iterable[list[str]]:
         if any(column.group for column in self.columns):
-            yield [
-                f'<th colspan="{n}" scope="colgroup">{_html(group)}</th>'
-                for group, n in self._groups()
-            ]
+            yield [f'<th colspan="{n}" scope="colgroup">{_html(group)}</th>' for group, n in self._groups()]
         yield [
             f'<th scope="col" class="{c.kind}">{_html(c.head)}'
             + (f"<small>{_html(c.unit)}</small>" if c.unit else "")
@@ -203,9 +196,7 @@ class Table:
         else:
             value, error = self._parts(cell, index)
             spread = int(error) / 10 ** self._decimals(index) if error else None
-            inner = value + (
-                f" <small>± {spread:.{self._decimals(index)}f}</small>" if spread else ""
-            )
+            inner = value + (f" <small>± {spread:.{self._decimals(index)}f}</small>" if spread else "")
             inner, kind_class = f"<b>{inner}</b>" if cell.bold else inner, "number"
         return inner if index == 0 else f'<td class="{kind_class}">{inner}</td>'
 
@@ -224,9 +215,7 @@ def redact(text: str, limit: int = 240) -> str:
 
 def build_document(fragment: str) -> str:
     """A whole LaTeX document around one fragment: each compiles alone."""
-    return (
-        f"\\documentclass{{article}}\n{PREAMBLE}\\begin{{document}}\n{fragment}\\end{{document}}\n"
-    )
+    return f"\\documentclass{{article}}\n{PREAMBLE}\\begin{{document}}\n{fragment}\\end{{document}}\n"
 
 
 def _html(text: str) -> str:

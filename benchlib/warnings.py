@@ -75,9 +75,7 @@ def check_run(
     return tuple(found)
 
 
-def _of(
-    code: str, some: Sequence[RequestRecord], every: Sequence[RequestRecord], **values: object
-) -> str:
+def _of(code: str, some: Sequence[RequestRecord], every: Sequence[RequestRecord], **values: object) -> str:
     return format_warning(code, n=len(some), total=len(every), **values)
 
 
@@ -100,11 +98,7 @@ def _check_spread(rates: dict[int, float]) -> list[str]:
     values = list(rates.values())
     spread = statistics.stdev(values) / statistics.fmean(values)
     if spread > MAX_SPREAD:
-        found.append(
-            format_warning(
-                "high-spread", percent=100 * spread, n=len(values), limit=100 * MAX_SPREAD
-            )
-        )
+        found.append(format_warning("high-spread", percent=100 * spread, n=len(values), limit=100 * MAX_SPREAD))
     rest = statistics.median(values[1:])
     if values[0] < (1 - SLOW_FIRST) * rest:
         found.append(format_warning("first-round-slow", percent=100 * (1 - values[0] / rest)))
@@ -112,10 +106,6 @@ def _check_spread(rates: dict[int, float]) -> list[str]:
     deviation = statistics.median(abs(value - median) for value in values)
     for number, rate in rates.items():
         # Where the spread is small anyway, a small deviation makes harmless values look far off.
-        if (
-            deviation
-            and spread > MAX_SPREAD
-            and 0.6745 * abs(rate - median) / deviation > OUTLIER_Z
-        ):
+        if deviation and spread > MAX_SPREAD and 0.6745 * abs(rate - median) / deviation > OUTLIER_Z:
             found.append(format_warning("outlier", round=number + 1, rate=rate, median=median))
     return found

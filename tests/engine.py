@@ -122,9 +122,7 @@ class Reference:
     def hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Final hidden states (B, padded, H) of sequences of any lengths; what lies behind an end means nothing."""
         longest = max(map(len, sequences))
-        ids = torch.zeros(
-            len(sequences), -(-longest // train.CHUNK) * train.CHUNK, dtype=torch.long
-        )
+        ids = torch.zeros(len(sequences), -(-longest // train.CHUNK) * train.CHUNK, dtype=torch.long)
         for row, tokens in zip(ids, sequences, strict=True):
             row[: len(tokens)] = torch.tensor(list(tokens))
         return self.model(ids)[0]
@@ -268,11 +266,7 @@ class Scripted:
             known = self.known[slot]
             assert length >= len(known) or known[length] == anchor or self.vocab < 64
             first = length + 1
-            out.append(
-                torch.stack(
-                    [self.scores(known, first + i) for i in range(self.config.block_size - 1)]
-                )
-            )
+            out.append(torch.stack([self.scores(known, first + i) for i in range(self.config.block_size - 1)]))
         return torch.stack(out)
 
 
@@ -367,9 +361,7 @@ def generate(decoder: Decoder, jobs: Sequence[Job], order: Sequence[int] = ()) -
     return [done[j] for j in range(len(jobs))]
 
 
-def make_jobs(
-    pair: Pair, lengths: Sequence[int], new: Sequence[int], *, seed: int = 0, stagger: int = 0
-) -> list[Job]:
+def make_jobs(pair: Pair, lengths: Sequence[int], new: Sequence[int], *, seed: int = 0, stagger: int = 0) -> list[Job]:
     """Greedy jobs with auto's answers, each decoded alone."""
     jobs = []
     for i, (length, count) in enumerate(zip(lengths, new, strict=True)):
@@ -392,9 +384,7 @@ def check_greedy(pair: Pair, prompt: Sequence[int], output: Sequence[int]) -> No
     assert short[worst] < TOLERANCE, f"token {worst} is {short[worst]:.2g} below the best"
 
 
-def check_same(
-    pair: Pair, prompt: Sequence[int], output: Sequence[int], auto: Sequence[int]
-) -> None:
+def check_same(pair: Pair, prompt: Sequence[int], output: Sequence[int], auto: Sequence[int]) -> None:
     """Token for token what auto gives. The one excuse: auto's own two best logits lie within 1e-4 where they part.
 
     Logits of one and of several tokens a forward differ by some 1e-6, so that such a tie may fall either way; what
@@ -405,9 +395,7 @@ def check_same(
     if parted is not None:
         best = pair.reference.logits([*prompt, *auto[:parted]])[-1].topk(2).values
         gap = float(best[0] - best[1])
-        assert gap < TOLERANCE, (
-            f"differs from auto at token {parted}, where auto's gap is {gap:.3g}"
-        )
+        assert gap < TOLERANCE, f"differs from auto at token {parted}, where auto's gap is {gap:.3g}"
     check_greedy(pair, prompt, output)
 
 
@@ -539,12 +527,8 @@ def check_node_logits(pair: Pair, v: Verified) -> None:
         leaves = [node_path(tree, n) for n in range(len(tree.tokens)) if n not in inner]
         fresh = torch.empty_like(v.logits[b])
         hidden = pair.reference.hidden([[*prompt, *(tree.tokens[n] for n in p)] for p in leaves])
-        for row, path in zip(
-            hidden, leaves, strict=True
-        ):  # causal: a leaf's path serves all nodes on it
-            fresh[path] = (
-                row[len(prompt) : len(prompt) + len(path)] @ pair.reference.embedding.T.detach()
-            )
+        for row, path in zip(hidden, leaves, strict=True):  # causal: a leaf's path serves all nodes on it
+            fresh[path] = row[len(prompt) : len(prompt) + len(path)] @ pair.reference.embedding.T.detach()
         error = (v.logits[b] - fresh).abs().amax(-1)
         worst = int(error.argmax())
         assert error[worst] < TOLERANCE, (
@@ -603,9 +587,7 @@ def flat_scan() -> Any:
     """The recurrence takes the tree's nodes as one chain; attention and convolution stay right."""
 
     def make(solve: Any) -> Any:
-        def flat(
-            self: Any, qkv: Tensor, gates: Any, cache: Cache, where: Any, pending: Any
-        ) -> Tensor:
+        def flat(self: Any, qkv: Tensor, gates: Any, cache: Cache, where: Any, pending: Any) -> Tensor:
             ancestors = torch.ones_like(pending.tree.ancestors).tril()
             tree = Tree(ancestors, pending.tree.conv)
             return solve(self, qkv, gates, cache, where, dataclasses.replace(pending, tree=tree))
@@ -672,14 +654,10 @@ def eager_state() -> Any:
     """A verify writes its last node's state at once."""
 
     def make(solve: Any) -> Any:
-        def wrong(
-            self: Any, qkv: Tensor, gates: Any, cache: Cache, where: Any, pending: Any
-        ) -> Tensor:
+        def wrong(self: Any, qkv: Tensor, gates: Any, cache: Cache, where: Any, pending: Any) -> Tensor:
             out: Tensor = solve(self, qkv, gates, cache, where, pending)
             if not pending.tree.is_chain:
-                cache.recurrent[self.index][where] *= pending.decay[-1][..., -1].exp()[
-                    :, :, None, :, None
-                ]
+                cache.recurrent[self.index][where] *= pending.decay[-1][..., -1].exp()[:, :, None, :, None]
                 cache.conv[self.index][where] = pending.conv[-1][:, -cache.conv.shape[2] :]
             return out
 

@@ -181,9 +181,7 @@ def main(argv: list[str]) -> None:
     if options.mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.mode == "children":
-        code = (
-            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
-        )
+        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
         subprocess.Popen([sys.executable, "-c", code])
         subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     make_server(options).serve_forever()

@@ -159,20 +159,14 @@ def save_campaign(
     return campaign
 
 
-def fail_run(
-    record: RunRecord, requests: list[RequestRecord]
-) -> tuple[RunRecord, list[RequestRecord]]:
+def fail_run(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
     """A run whose server died before it answered."""
     error = "sglang exited with code 1 after 41 s, before /health answered. Full log: /home/someone/x/server.log"
     return record.model_copy(update={"status": "failed", "error": error, "cells": ()}), []
 
 
-def fail_request(
-    record: RunRecord, requests: list[RequestRecord]
-) -> tuple[RunRecord, list[RequestRecord]]:
+def fail_request(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
     """A run whose first timed request of fib broke off."""
     index = next(i for i, r in enumerate(requests) if r.prompt == "fib" and not r.warmup)
-    broken = requests[index].model_copy(
-        update={"error": "the stream broke off after 3 chunks", "end_s": None}
-    )
+    broken = requests[index].model_copy(update={"error": "the stream broke off after 3 chunks", "end_s": None})
     return record, [*requests[:index], broken, *requests[index + 1 :]]

@@ -119,9 +119,7 @@ def test_a_sweep_with_a_failed_run_exits_1(run: Any, sweep_file: Path, tmp_path:
     assert f"0 of 1 runs ok in {tmp_path / 'c'}" in out
 
 
-def test_progress_on_a_terminal(
-    run: Any, sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_on_a_terminal(run: Any, sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake_sweep(runs: list[RunSpec], listener: Any, **_: Any) -> list[Outcome]:
         done = [Outcome(spec, "ok", 3.0) for spec in runs]
         for index, outcome in enumerate(done):
@@ -136,9 +134,7 @@ def test_progress_on_a_terminal(
     assert "3 of 3 runs ok" in out
 
 
-def test_an_interrupted_sweep_says_so(
-    run: Any, sweep_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_sweep_says_so(run: Any, sweep_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> list[Outcome]:
         raise KeyboardInterrupt
 

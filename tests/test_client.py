@@ -22,9 +22,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 Serve = Callable[..., str]
 
 
-def exchange(
-    body: bytes, *, head: bytes = HEAD, size: int | None = None, step: float = 0.01
-) -> Exchange:
+def exchange(body: bytes, *, head: bytes = HEAD, size: int | None = None, step: float = 0.01) -> Exchange:
     """`body` arriving `size` bytes at a time, `step` seconds apart, sent at 100 s."""
     data = head + b"\r\n" + body
     size = size or len(data)
@@ -155,9 +153,7 @@ def test_no_response_at_all_is_an_error() -> None:
     assert read_exchange(exchange(b"zz\r\nx", head=HEAD + b"Transfer-Encoding: chunked\r\n")).error
 
 
-def stream(
-    url: str, tokens: int = 16, streams: int = 1, timeout_s: float = 5.0
-) -> list[RequestRecord]:
+def stream(url: str, tokens: int = 16, streams: int = 1, timeout_s: float = 5.0) -> list[RequestRecord]:
     body = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": tokens}}
     exchanges = run_async(generate_round(url, [body] * streams, timeout_s=timeout_s))
     return [record(ex, asked=tokens) for ex in exchanges]

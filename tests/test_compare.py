@@ -77,9 +77,7 @@ def test_interval_covers_the_true_ratio_95_times_in_100(n: int, spread: float) -
 def test_one_start_gives_an_interval_and_no_verdict(campaign: Path) -> None:
     rows, cells = summary_of(campaign), cells_of(campaign)
     row = rows["tp1-b16", "all"]
-    auto, tree = (
-        [s / n for s, n in cells[run, "all"]["tpot_starts"][0]] for run in ("tp1-auto", "tp1-b16")
-    )
+    auto, tree = ([s / n for s, n in cells[run, "all"]["tpot_starts"][0]] for run in ("tp1-auto", "tp1-b16"))
     expected = compare.log_ratio(auto, tree)
     assert (row["speedup"], row["speedup_low"], row["speedup_high"]) == pytest.approx(expected[:3])
     assert row["speedup"] == pytest.approx(rows["tp1-auto", "all"]["tpot_s"] / row["tpot_s"])
@@ -111,10 +109,7 @@ def test_several_starts_are_the_observations(tmp_path: Path) -> None:
     assert (row["n_starts"], row["n_requests"], row["note"]) == (3, 36, "faster")
     assert not any(run.endswith((".2", ".3")) for run, _ in rows)
     means = {
-        run: [
-            sum(s for s, _ in start) / sum(n for _, n in start)
-            for start in cells[run, "all"]["tpot_starts"]
-        ]
+        run: [sum(s for s, _ in start) / sum(n for _, n in start) for start in cells[run, "all"]["tpot_starts"]]
         for run in ("tp1-auto", "tp1-b16")
     }
     expected = compare.log_ratio(means["tp1-auto"], means["tp1-b16"])
@@ -154,9 +149,7 @@ def test_one_round_has_no_interval_and_so_no_speedup(tmp_path: Path) -> None:
 
 
 def test_missing_auto_leaves_rates_without_speedup(tmp_path: Path) -> None:
-    path = synthetic.save_campaign(
-        tmp_path, synthetic.build_sweep(tp_size=(1,)), skip=("tp1-auto",)
-    )
+    path = synthetic.save_campaign(tmp_path, synthetic.build_sweep(tp_size=(1,)), skip=("tp1-auto",))
     row = summary_of(path)["tp1-b16", "fib"]
     assert (row["speedup"], row["note"]) == (None, "no baseline")
     assert row["decode_tok_s"] > 0
@@ -169,9 +162,7 @@ def test_missing_auto_leaves_rates_without_speedup(tmp_path: Path) -> None:
         ({"server_env": {"SIMULATE_ACC_LEN": "4"}}, "simulated acceptance"),
     ],
 )
-def test_what_is_not_real_never_becomes_a_speedup(
-    tmp_path: Path, options: dict[str, Any], note: str
-) -> None:
+def test_what_is_not_real_never_becomes_a_speedup(tmp_path: Path, options: dict[str, Any], note: str) -> None:
     sweep = synthetic.build_sweep(tp_size=(1,), engines={"reference": options})
     rows = summary_of(synthetic.save_campaign(tmp_path, sweep))
     speculative = [r for (run, _), r in rows.items() if run != "tp1-auto"]
@@ -211,15 +202,11 @@ def test_campaign_of_failures_alone_can_be_summed_up(tmp_path: Path) -> None:
 
 
 def test_runs_of_another_build_are_refused_by_name(tmp_path: Path) -> None:
-    def rebuild(
-        record: RunRecord, requests: list[RequestRecord]
-    ) -> tuple[RunRecord, list[RequestRecord]]:
+    def rebuild(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
         environment = {**record.environment, "identity": {"engine_digest": "0000"}}
         return record.model_copy(update={"environment": environment}), requests
 
-    path = synthetic.save_campaign(
-        tmp_path, synthetic.build_sweep(tp_size=(1,)), changes={"tp1-b16": rebuild}
-    )
+    path = synthetic.save_campaign(tmp_path, synthetic.build_sweep(tp_size=(1,)), changes={"tp1-b16": rebuild})
     row = summary_of(path)["tp1-b16", "all"]
     assert row["speedup"] is None
     assert "engine_digest: 'feedfacefeedface' against '0000'" in row["note"]
@@ -248,13 +235,9 @@ def test_comparison_refuses_a_difference_outside_the_method(campaign: Path, fiel
 
 
 def test_starts_made_unlike_are_not_pooled(tmp_path: Path) -> None:
-    def rebuild(
-        record: RunRecord, requests: list[RequestRecord]
-    ) -> tuple[RunRecord, list[RequestRecord]]:
+    def rebuild(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
         assert record.server is not None
-        return record.model_copy(
-            update={"server": record.server.model_copy(update={"version": "9"})}
-        ), requests
+        return record.model_copy(update={"server": record.server.model_copy(update={"version": "9"})}), requests
 
     sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(), starts=2)
     path = synthetic.save_campaign(tmp_path, sweep, changes={"tp1-auto.2": rebuild})
@@ -284,14 +267,10 @@ def test_concurrent_requests_raise_throughput_over_a_streams_rate(tmp_path: Path
     work = synthetic.Workload(max_new_tokens=(48,), concurrency=(1, 8))
     sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,), workload=work)
     rows = compare.build_summary(synthetic.save_campaign(tmp_path, sweep))
-    many = next(
-        r for r in rows if (r["run"], r["prompt"], r["concurrency"]) == ("tp1-b16", "all", 8)
-    )
+    many = next(r for r in rows if (r["run"], r["prompt"], r["concurrency"]) == ("tp1-b16", "all", 8))
     assert many["n_requests"] == 3 * 4 * 8
     assert many["output_throughput_tok_s"] > 3 * many["decode_tok_s"]
     assert many["speedup"] == pytest.approx(
-        next(
-            r for r in rows if (r["run"], r["prompt"], r["concurrency"]) == ("tp1-auto", "all", 8)
-        )["tpot_s"]
+        next(r for r in rows if (r["run"], r["prompt"], r["concurrency"]) == ("tp1-auto", "all", 8))["tpot_s"]
         / many["tpot_s"]
     )

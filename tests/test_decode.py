@@ -139,9 +139,7 @@ class TestGreedy:
         pair = pair_of("small")
         check_lossless(pair, drafter_of(pair, drafter), method, budget, jobs_of("small", "eight"))
 
-    @pytest.mark.parametrize(
-        ("drafter", "method"), [("noisy", "ddtree"), ("second_first", "linear")]
-    )
+    @pytest.mark.parametrize(("drafter", "method"), [("noisy", "ddtree"), ("second_first", "linear")])
     def test_slots_apart_and_used_again(self, drafter: str, method: Method) -> None:
         """Nine requests over the slots 0, 2 and 5 of six, two of the others left empty."""
         pair = pair_of("deep")
@@ -200,9 +198,7 @@ class TestGreedy:
         decoder = Decoder(pair.target, drafter, method="ddtree", budget=64)
         for job, g in zip(jobs, generate(decoder, jobs), strict=True):
             check_same(pair, job.request.input_ids, g.output_ids, job.expected)
-            assert (
-                g.correct_drafts == g.verify_ct or len(g.output_ids) == 20
-            )  # all tokens are drafted
+            assert g.correct_drafts == g.verify_ct or len(g.output_ids) == 20  # all tokens are drafted
 
     def test_small_vocabulary_full_of_ties(self) -> None:
         pair = Pair.random(6, vocab_size=16)
@@ -266,9 +262,7 @@ ALL = frozenset({"node_logits", "untouched", "commit"})
 
 
 class TestVerify:
-    @pytest.mark.parametrize(
-        ("kind", "size"), [("random", 2), ("random", 33), ("drafted", 17), ("drafted", 65)]
-    )
+    @pytest.mark.parametrize(("kind", "size"), [("random", 2), ("random", 33), ("drafted", 17), ("drafted", 65)])
     def test_small(self, kind: str, size: int) -> None:
         run_checks(pair_of("small"), kind, size, ALL)
 
@@ -350,9 +344,7 @@ class TestPlantedFaults:
     def test_checks_pass_without_one(self, check: str) -> None:
         CHECKS[check]()
 
-    @pytest.mark.parametrize(
-        ("fault", "check"), [(f, c) for f, (_, checks) in FAULTS.items() for c in sorted(checks)]
-    )
+    @pytest.mark.parametrize(("fault", "check"), [(f, c) for f, (_, checks) in FAULTS.items() for c in sorted(checks)])
     def test_is_caught(self, fault: str, check: str) -> None:
         jobs_of("small", "one")  # what auto answers is computed by the engine as it is
         with FAULTS[fault][0](), pytest.raises(AssertionError):
@@ -471,9 +463,7 @@ MORE_METHODS: list[tuple[Method, int, str]] = [
 ]
 
 
-def draw(
-    method: Method, budget: int, drafter: str, temperature: float, repeats: int = 10
-) -> np.ndarray:
+def draw(method: Method, budget: int, drafter: str, temperature: float, repeats: int = 10) -> np.ndarray:
     own = sampling_drafter(drafter)
     decoder = Decoder(sampling_pair().target, own, method=method, budget=budget, slots=SLOTS)
     return sample(decoder, temperature, repeats)
@@ -514,8 +504,7 @@ class TestSampled:
         decoder = Decoder(pair.target, method="auto", slots=1)
         with torch.inference_mode():
             first = [
-                decoder.prefill(Request(sampling_prompt(), 1, TEMPERATURE, seed=s), 0).output_ids[0]
-                for s in range(250)
+                decoder.prefill(Request(sampling_prompt(), 1, TEMPERATURE, seed=s), 0).output_ids[0] for s in range(250)
             ]
         logits = pair.reference.logits(sampling_prompt())[-1]
         p = (logits / TEMPERATURE).softmax(-1).double().numpy()
@@ -551,9 +540,7 @@ class TestSampled:
 
 
 class TestEnds:
-    @pytest.mark.parametrize(
-        ("method", "budget"), [("auto", 0), ("linear", 0), ("ddtree", 7), ("ddtree", 32)]
-    )
+    @pytest.mark.parametrize(("method", "budget"), [("auto", 0), ("linear", 0), ("ddtree", 7), ("ddtree", 32)])
     @pytest.mark.parametrize("new", [1, 2, 3, 16, 17, 18, 33])
     def test_max_new_tokens(self, method: Method, budget: int, new: int) -> None:
         pair = pair_of("small")
@@ -611,9 +598,7 @@ class TestEnds:
 
     def test_histogram_counts_rounds_by_accepted_drafts(self) -> None:
         pair = pair_of("small")
-        (g,) = check_lossless(
-            pair, drafter_of(pair, "noisy"), "ddtree", 15, jobs_of("small", "one")
-        )
+        (g,) = check_lossless(pair, drafter_of(pair, "noisy"), "ddtree", 15, jobs_of("small", "one"))
         assert len([n for n in g.histogram if n]) > 2
         assert 0 < g.correct_drafts < g.proposed_drafts
 
@@ -669,9 +654,7 @@ class TestEnds:
 class TestGrid:
     @pytest.mark.parametrize("key", ["one", "eight", "reuse"])
     @pytest.mark.parametrize("drafter", ["trained", *DRAFTERS])
-    @pytest.mark.parametrize(
-        ("method", "budget"), [("linear", 0), *(("ddtree", b) for b in (*BUDGETS, 200))]
-    )
+    @pytest.mark.parametrize(("method", "budget"), [("linear", 0), *(("ddtree", b) for b in (*BUDGETS, 200))])
     @pytest.mark.parametrize("name", ["small", "deep", "packaged"])
     def test_lossless(self, name: str, method: Method, budget: int, drafter: str, key: str) -> None:
         pair = pair_of(name)

@@ -203,9 +203,7 @@ def check_config(data: dict[str, Any]) -> None:
     taps = own["target_layer_ids"]
     assert taps == sorted(set(taps))
     assert all(0 <= t < data["num_target_layers"] for t in taps)
-    assert data["num_attention_heads"] % 2 == data["num_key_value_heads"] % 2 == 0, (
-        "tp 2 must divide"
-    )
+    assert data["num_attention_heads"] % 2 == data["num_key_value_heads"] % 2 == 0, "tp 2 must divide"
 
 
 class TestFiles:

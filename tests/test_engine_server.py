@@ -228,9 +228,7 @@ def test_eight_streams_at_once_give_what_each_gives_alone(
     place = {"prompt": "p", "max_new_tokens": 24, "concurrency": 8, "round": 0}
     records = [request_record(e, epoch=e.sent, ignore_eos=True, **place) for e in exchanges]
     assert [r.error for r in records] == [None] * 8
-    assert [list(r.output_ids or ()) for r in records] == [
-        decode(decoders["auto"], p) for p in prompts
-    ]
+    assert [list(r.output_ids or ()) for r in records] == [decode(decoders["auto"], p) for p in prompts]
 
 
 @pytest.mark.parametrize("method", ["linear", "ddtree"])
@@ -317,17 +315,13 @@ def test_logprobs_are_the_models(auto: Running, decoders: dict[str, Decoder]) ->
     decode(decoder, PROMPT, 5)
     decoder.record_logits = None
     assert [token for _, token, _ in meta["output_token_logprobs"]] == ids
-    for entry, top, expected in zip(
-        meta["output_token_logprobs"], meta["output_top_logprobs"], seen, strict=True
-    ):
+    for entry, top, expected in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], seen, strict=True):
         assert entry[0] == pytest.approx(float(expected.max()), abs=1e-5)
         assert top[0] == entry
         assert [x[0] for x in top] == pytest.approx(expected.topk(3).values.tolist(), abs=1e-5)
 
 
-def test_deltas_interval_and_a_queue_beyond_the_slots(
-    folder: Path, decoders: dict[str, Decoder]
-) -> None:
+def test_deltas_interval_and_a_queue_beyond_the_slots(folder: Path, decoders: dict[str, Decoder]) -> None:
     server = Running(
         *("--model-path", str(folder / "target"), "--max-running-requests", "2"),
         *("--incremental-streaming-output", "--stream-interval", "5", "--skip-server-warmup"),
@@ -336,10 +330,7 @@ def test_deltas_interval_and_a_queue_beyond_the_slots(
     try:
         body = {"input_ids": PROMPT, "sampling_params": GREEDY, "stream": True}
         events: list[list[Any]] = []
-        threads = [
-            threading.Thread(target=lambda: events.append(generate(server.port, body)))
-            for _ in range(5)
-        ]
+        threads = [threading.Thread(target=lambda: events.append(generate(server.port, body))) for _ in range(5)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -460,9 +451,7 @@ def _metrics(server: Running) -> dict[str, float]:
     status, body = server.get("/metrics")
     assert status == 200
     lines = [line for line in body.decode().splitlines() if not line.startswith("#")]
-    return {
-        line.partition("{")[0].removeprefix("sglang:"): float(line.split()[-1]) for line in lines
-    }
+    return {line.partition("{")[0].removeprefix("sglang:"): float(line.split()[-1]) for line in lines}
 
 
 def test_health(auto: Running) -> None:
@@ -481,9 +470,7 @@ def _open_stream(port: int, count: int = 1900) -> socket.socket:
         }
     ).encode()
     connection = socket.create_connection(("127.0.0.1", port), timeout=30)
-    connection.sendall(
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    )
+    connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     received = b""
     while b"data: " not in received:
         received += connection.recv(4096)
@@ -575,9 +562,7 @@ def test_port_in_use(folder: Path, auto: Running, caplog: pytest.LogCaptureFixtu
     assert caplog.messages == [f"error: cannot listen on 127.0.0.1:{auto.port}: the port is in use"]
 
 
-def test_wrong_weights_end_the_start(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_weights_end_the_start(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = json.loads((folder / "target" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
     for name in ("tokenizer.json", "model.safetensors"):
@@ -626,9 +611,7 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def start_two_ranks(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[], Process]]:
+def start_two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Process]]:
     """A factory of servers with two ranks; the first two start side by side, as starting is what takes time."""
     argv = ["--model-path", str(folder), "--tp-size", "2", *FLAGS["ddtree"]]
     logs = tmp_path_factory.mktemp("logs")
@@ -658,9 +641,7 @@ def test_two_ranks_give_one_ranks_tokens_and_a_dead_rank_ends_the_server(
 ) -> None:
     bodies = [{"input_ids": PROMPT[i:], "sampling_params": GREEDY} for i in range(3)]
     answers = [generate(tp2.port, body) for body in bodies]
-    assert [a["output_ids"] for a in answers] == [
-        decode(decoders["ddtree"], PROMPT[i:]) for i in range(3)
-    ]
+    assert [a["output_ids"] for a in answers] == [decode(decoders["ddtree"], PROMPT[i:]) for i in range(3)]
     sampled = GREEDY | {"temperature": 1.0, "seed": 3}
     answer = generate(tp2.port, {"input_ids": PROMPT, "sampling_params": sampled})
     assert answer["output_ids"] == decode(decoders["ddtree"], PROMPT, temperature=1.0, seed=3)

@@ -128,18 +128,12 @@ def test_sglang_needs_its_models_named(stock: str) -> None:
         launch(engine="sglang", server_python=stock)
     with pytest.raises(SpecError, match="needs draft_model_path"):
         launch(engine="sglang", server_python=stock, model_path="m", method="linear")
-    argv = launch(
-        engine="sglang", server_python=stock, model_path="m", draft_model_path="d", method="linear"
-    )
+    argv = launch(engine="sglang", server_python=stock, model_path="m", draft_model_path="d", method="linear")
     assert value(argv, "--speculative-draft-model-path") == "d"
 
 
-def test_a_flag_that_the_run_is_about_is_never_dropped(
-    stock: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        engines, "_known_flags", lambda *_: frozenset({"--model-path", "--host", "--port"})
-    )
+def test_a_flag_that_the_run_is_about_is_never_dropped(stock: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_known_flags", lambda *_: frozenset({"--model-path", "--host", "--port"}))
     with pytest.raises(UnavailableError, match="no --tp-size, which tp1-auto needs"):
         launch(engine="sglang", server_python=stock, model_path="m")
 
@@ -168,9 +162,7 @@ def test_versions() -> None:
 
 def test_verify_tokens_count_the_root() -> None:
     assert verify_tokens({}) is None
-    assert (
-        verify_tokens({"speculative_algorithm": None, "speculative_num_draft_tokens": 16}) is None
-    )
+    assert verify_tokens({"speculative_algorithm": None, "speculative_num_draft_tokens": 16}) is None
     assert verify_tokens(json.loads((DATA / "sglang_dflash_info.json").read_text())) == 8
     tree = {"speculative_algorithm": "DDTREE", "speculative_num_draft_tokens": 16}
     assert verify_tokens(tree | {"speculative_ddtree_budget": 64}) == 65
@@ -186,6 +178,4 @@ def test_server_info_is_held_to_the_plan() -> None:
     with pytest.raises(ServerError, match="model_path is"):
         check_server_info(RunSpec(method="linear", block_size=8, model_path="other"), info)
     with pytest.raises(ServerError, match="speculative_ddtree_budget is not reported, planned 4"):
-        check_server_info(
-            RunSpec(method="ddtree", tree_budget=4), {"speculative_algorithm": "DDTREE"}
-        )
+        check_server_info(RunSpec(method="ddtree", tree_budget=4), {"speculative_algorithm": "DDTREE"})

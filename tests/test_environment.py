@@ -63,9 +63,7 @@ def test_the_engines_digest_is_of_its_code_and_weights() -> None:
 def test_git_only_where_the_folder_is_tracked(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         who = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-        subprocess.run(
-            ["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True
-        )
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
 
     package = tmp_path / "lib"
     package.mkdir()

@@ -57,12 +57,7 @@ def test_colours_are_constant_and_ordered_in_grey() -> None:
     assert figures.method_style("ddtree", 16) == figures.method_style("ddtree", 16)
     budgets = (8, 15, 16, 32, 64, 128)
     greys = [
-        sum(
-            w * c
-            for w, c in zip(
-                (0.3, 0.59, 0.11), to_rgb(figures.method_style("ddtree", b)[0]), strict=True
-            )
-        )
+        sum(w * c for w, c in zip((0.3, 0.59, 0.11), to_rgb(figures.method_style("ddtree", b)[0]), strict=True))
         for b in budgets
     ]
     assert greys == sorted(greys, reverse=True)

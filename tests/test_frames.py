@@ -36,9 +36,7 @@ def test_every_request_is_a_row_and_warmups_stay_apart(campaign: Path) -> None:
 
 
 def test_pooled_row_divides_sums_by_sums(campaign: Path) -> None:
-    cells = frames.rows_of(
-        frames.build_cells(frames.build_rounds(frames.build_requests(load(campaign))))
-    )
+    cells = frames.rows_of(frames.build_cells(frames.build_rounds(frames.build_requests(load(campaign)))))
     mine = {c["prompt"]: c for c in cells if c["run"] == "tp1-b16"}
     seconds, tokens, accepted, steps = 0.0, 0, 0, 0
     for line in (campaign / "tp1-b16" / "requests.jsonl").read_text().splitlines():
@@ -58,9 +56,7 @@ def test_pooled_row_divides_sums_by_sums(campaign: Path) -> None:
 
 
 def test_auto_has_no_acceptance_and_steps_of_one_token(campaign: Path) -> None:
-    cells = frames.rows_of(
-        frames.build_cells(frames.build_rounds(frames.build_requests(load(campaign))))
-    )
+    cells = frames.rows_of(frames.build_cells(frames.build_rounds(frames.build_requests(load(campaign)))))
     auto = next(c for c in cells if c["run"] == "tp1-auto" and c["prompt"] == "all")
     assert auto["accept_length"] is None
     assert auto["full_block_share"] is None
@@ -115,24 +111,18 @@ def test_empty_missing_and_doubled_folders_are_refused(tmp_path: Path) -> None:
         frames.load_campaigns([path, path])
 
 
-def test_relative_folders_are_found_below_the_repository(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_folders_are_found_below_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert frames.find_folder("benchlib/prompts").name == "prompts"
 
 
 def test_one_token_requests_have_no_decode_rate(tmp_path: Path) -> None:
-    def cut(
-        record: RunRecord, requests: list[RequestRecord]
-    ) -> tuple[RunRecord, list[RequestRecord]]:
+    def cut(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
         return record, [r.model_copy(update={"ticks": r.ticks[:1]}) for r in requests]
 
     sweep = synthetic.build_sweep(tp_size=(1,), methods=("auto",), tree_budgets=())
     path = synthetic.save_campaign(tmp_path, sweep, changes={"tp1-auto": cut})
-    cells = frames.rows_of(
-        frames.build_cells(frames.build_rounds(frames.build_requests(load(path))))
-    )
+    cells = frames.rows_of(frames.build_cells(frames.build_rounds(frames.build_requests(load(path)))))
     assert {c["tpot_starts"] for c in cells} == {()}
     assert all(c["ttft_s"] > 0 for c in cells)
 

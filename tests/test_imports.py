@@ -14,9 +14,7 @@ import pytest
 import benchlib
 
 PACKAGE = Path(benchlib.__file__).parent
-MODULES = {path.stem: path for path in PACKAGE.glob("*.py")} | {
-    "prompts": PACKAGE / "prompts" / "__init__.py"
-}
+MODULES = {path.stem: path for path in PACKAGE.glob("*.py")} | {"prompts": PACKAGE / "prompts" / "__init__.py"}
 COLLECTING = {
     "errors": set(),
     "spec": {"errors"},
@@ -75,11 +73,7 @@ def test_analysing_imports_nothing_that_collects(module: str) -> None:
 
 @pytest.mark.parametrize("package", CONFINED)
 def test_heavy_packages_are_confined(package: str) -> None:
-    users = {
-        name
-        for name, path in MODULES.items()
-        if package in {i.split(".")[0] for i in imports(path)}
-    }
+    users = {name for name, path in MODULES.items() if package in {i.split(".")[0] for i in imports(path)}}
     assert users <= CONFINED[package]
 
 
@@ -93,9 +87,7 @@ def test_the_embedded_engine_is_launched_and_not_imported() -> None:
 
 def loaded_by(code: str) -> set[str]:
     script = f"{code}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
@@ -110,9 +102,7 @@ def test_help_is_quick() -> None:
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < 1
     for command in ("plan", "sweep", "summary", "report", "serve"):

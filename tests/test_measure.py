@@ -33,9 +33,7 @@ def test_cells_are_interleaved_round_by_round(make_spec: MakeSpec, serve: Serve)
         (*cell, number, False) for number in range(3) for cell in cells
     ]
     assert [r.sent_s for r in m.requests] == sorted(r.sent_s for r in m.requests)
-    assert [(c.prompt, c.max_new_tokens, c.rounds) for c in m.cells] == [
-        (*cell, 3) for cell in cells
-    ]
+    assert [(c.prompt, c.max_new_tokens, c.rounds) for c in m.cells] == [(*cell, 3) for cell in cells]
     assert m.error is None
     assert all(r.error is None for r in m.requests)
     assert seen[0] == (0, 16, "fib 8")
@@ -61,9 +59,7 @@ def test_speculative_counts_reach_the_record(make_spec: MakeSpec, serve: Serve) 
     spec = make_spec(method="ddtree", tree_budget=16)
     flags = ["--speculative-algorithm", "DDTREE", "--speculative-num-draft-tokens", "16"]
     m = measure(spec, serve(*flags, "--speculative-ddtree-budget", "16", "--chunk", "5"))
-    assert {(r.verify_ct, r.correct_drafts, r.drafts_histogram) for r in m.requests} == {
-        (3, 12, (0, 0, 0, 0, 3))
-    }
+    assert {(r.verify_ct, r.correct_drafts, r.drafts_histogram) for r in m.requests} == {(3, 12, (0, 0, 0, 0, 3))}
 
 
 def test_a_failed_request_stays_and_fails_its_cell(make_spec: MakeSpec, serve: Serve) -> None:
@@ -75,9 +71,7 @@ def test_a_failed_request_stays_and_fails_its_cell(make_spec: MakeSpec, serve: S
     assert all(r.error and r.ticks for r in m.requests)
 
 
-def test_one_bad_cell_fails_the_run_and_spares_the_others(
-    make_spec: MakeSpec, serve: Serve
-) -> None:
+def test_one_bad_cell_fails_the_run_and_spares_the_others(make_spec: MakeSpec, serve: Serve) -> None:
     # The fake's faults spare requests of one token, which are its canaries.
     m = measure(make_spec(prompts=["fib"], max_new_tokens=[1, 16]), serve("--mode", "http400"))
     assert m.error == (

@@ -32,9 +32,7 @@ def test_decode_rate_is_tpots_inverse() -> None:
     assert metrics.decode_tok_s(CHUNKED) == pytest.approx(100.0)
 
 
-@pytest.mark.parametrize(
-    "ticks", [(), ((0.1, 0),), ((0.1, 5),), ((0.1, 3), (0.1, 5)), ((0.1, 3), (0.2, 3))]
-)
+@pytest.mark.parametrize("ticks", [(), ((0.1, 0),), ((0.1, 5),), ((0.1, 3), (0.1, 5)), ((0.1, 3), (0.2, 3))])
 def test_what_cannot_be_computed_is_none(ticks: tuple[tuple[float, int], ...]) -> None:
     assert metrics.decode_window(ticks) is None
     assert metrics.tpot_s(ticks) is None
@@ -94,9 +92,7 @@ def test_step_time_divides_by_the_steps_inside_the_window() -> None:
     # All 3 steps lie after a first chunk of one token: 0.4 s / 3.
     assert metrics.step_ms(0.4, metrics.decode_steps(PLAIN, 3)) == pytest.approx(400 / 3)
     # 11 tokens after the prefill's own in 4 steps; 8 of 11 fall inside the window: 80 ms / (4 * 8/11).
-    assert metrics.step_ms(0.08, metrics.decode_steps(CHUNKED, 4)) == pytest.approx(
-        80 / (4 * 8 / 11)
-    )
+    assert metrics.step_ms(0.08, metrics.decode_steps(CHUNKED, 4)) == pytest.approx(80 / (4 * 8 / 11))
     # Autoregressive: one token a step.
     assert metrics.step_ms(0.4, metrics.decode_steps(PLAIN, None)) == pytest.approx(100.0)
     assert metrics.step_ms(None, 4) is None

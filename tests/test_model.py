@@ -137,9 +137,7 @@ class TestAgainstTransformers:
         if config.linear_key_head_dim != config.linear_value_head_dim:
             pytest.skip("the trainable target has keys and values of one width")
         tokens = random_prompt(config, 130, 2)
-        error = Reference(config, weights).logits(tokens) - official_logits(
-            transformers, name, tokens
-        )
+        error = Reference(config, weights).logits(tokens) - official_logits(transformers, name, tokens)
         assert error.abs().max() < TOLERANCE
 
     def test_greedy_generate(self, transformers: Any, name: str) -> None:

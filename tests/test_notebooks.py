@@ -57,9 +57,7 @@ def test_prose_comes_first_and_before_every_code_cell(path: Path) -> None:
 def test_code_is_short_and_has_no_logic(path: Path) -> None:
     assert len(code(path)) <= MAX_CELLS
     for cell in code(path):
-        assert not [
-            node for node in ast.walk(ast.parse(cell["text"])) if isinstance(node, FORBIDDEN)
-        ]
+        assert not [node for node in ast.walk(ast.parse(cell["text"])) if isinstance(node, FORBIDDEN)]
         # A parameters cell is a table: one literal a line.
         if "parameters" not in cell["tags"]:
             assert len(cell["text"].splitlines()) <= MAX_LINES

@@ -95,9 +95,7 @@ class TestTwoThreads:
 
     @pytest.mark.engine
     @pytest.mark.parametrize("budget", BUDGETS)
-    @pytest.mark.parametrize(
-        "drafter", ["random", "oracle", "second_best", "second_first", "uniform", "noisy"]
-    )
+    @pytest.mark.parametrize("drafter", ["random", "oracle", "second_best", "second_first", "uniform", "noisy"])
     def test_grid(self, drafter: str, budget: int) -> None:
         check_two_ranks(drafter, "ddtree", budget)
 
@@ -166,17 +164,13 @@ def test_two_processes(small_folder: Path) -> None:
 
 
 def test_one_process_loads_the_same_pair(small_folder: Path) -> None:
-    plan = ModelPlan(
-        small_folder / "target", small_folder / "drafter", method="ddtree", budget=16, pack=True
-    )
+    plan = ModelPlan(small_folder / "target", small_folder / "drafter", method="ddtree", budget=16, pack=True)
     check_processes(small_folder, load_decoder(plan), long=False)
 
 
 @pytest.mark.engine
 class TestProcessGrid:
-    @pytest.mark.parametrize(
-        ("method", "budget"), [("auto", 0), ("linear", 0), *(("ddtree", b) for b in BUDGETS)]
-    )
+    @pytest.mark.parametrize(("method", "budget"), [("auto", 0), ("linear", 0), *(("ddtree", b) for b in BUDGETS)])
     @pytest.mark.parametrize("name", ["small", "packaged"])
     def test_lossless(self, small_folder: Path, name: str, method: Method, budget: int) -> None:
         folder = small_folder if name == "small" else packaged_folder()

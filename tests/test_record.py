@@ -72,9 +72,7 @@ def test_another_schema_is_refused(tmp_path: Path) -> None:
         load_record(tmp_path)
 
 
-def test_writing_leaves_the_old_or_the_new_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writing_leaves_the_old_or_the_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f"
     write_atomic(path, b"old")
 

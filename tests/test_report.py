@@ -18,9 +18,7 @@ from benchlib import page, report
 from benchlib.errors import RecordError, ReportError
 from tests import synthetic
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
     *(
         "--headless",
@@ -93,10 +91,7 @@ def test_page_is_self_contained_and_starts_with_the_result(made: report.ReportRe
     images = [a for tag, a in outline.tags if tag == "img"]
     assert len(images) == 6
     assert all(len(a.get("alt") or "") > 40 for a in images)
-    order = [
-        text.index(mark)
-        for mark in ('class="headline"', 'id="fig-speedup"', 'id="tab-main"', 'id="fig-decode"')
-    ]
+    order = [text.index(mark) for mark in ('class="headline"', 'id="fig-speedup"', 'id="tab-main"', 'id="fig-decode"')]
     assert order == sorted(order)
     # Getting ready comes after the results.
     assert text.index("Parameters</h2>") > text.index('id="tab-cited"')
@@ -145,11 +140,7 @@ def test_notebook_follows_the_rules() -> None:
     assert len(code) <= 10
     assert all(len(c.source.splitlines()) <= 12 and not c.outputs for c in code)
     assert [c for c in code if "parameters" in c.metadata.get("tags", [])] == code[:1]
-    before = [
-        notebook.cells[i - 1].cell_type
-        for i, c in enumerate(notebook.cells)
-        if c.cell_type == "code"
-    ]
+    before = [notebook.cells[i - 1].cell_type for i, c in enumerate(notebook.cells) if c.cell_type == "code"]
     assert set(before) == {"markdown"}
 
 
@@ -174,9 +165,7 @@ def test_an_external_address_is_refused(tmp_path: Path) -> None:
         page.build_page(write_notebook(tmp_path, "see https://example.org/x.js"), ["c"])
 
 
-def test_failing_notebook_and_missing_parts_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_notebook_and_missing_parts_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = synthetic.save_campaign(tmp_path, synthetic.build_sweep(tp_size=(1,), tree_budgets=()))
     with pytest.raises(RecordError, match="not a folder"):
         report.build_report([tmp_path / "none"], tmp_path / "out")
@@ -188,9 +177,7 @@ def test_failing_notebook_and_missing_parts_are_told(
         report.build_report([path], tmp_path / "out")
 
 
-def test_notebooks_write_below_the_repository_by_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notebooks_write_below_the_repository_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert report.out_folder("report") == report.ROOT / "report"
     (tmp_path / "mine").mkdir()
@@ -198,9 +185,7 @@ def test_notebooks_write_below_the_repository_by_default(
     assert report.out_folder(str(tmp_path)) == tmp_path
 
 
-def test_broken_latex_is_told_by_its_first_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_latex_is_told_by_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tables").mkdir()
     fake = tmp_path / "latexmk"
     fake.write_text("#!/bin/sh\necho hello; echo '! Missing $ inserted.'; exit 12\n")
@@ -217,18 +202,14 @@ def test_broken_latex_is_told_by_its_first_error(
 
 @pytest.mark.latex
 @pytest.mark.skipif(shutil.which("latexmk") is None, reason="needs latexmk")
-def test_main_tex_compiles_without_overfull_boxes(
-    made: report.ReportResult, tmp_path: Path
-) -> None:
+def test_main_tex_compiles_without_overfull_boxes(made: report.ReportResult, tmp_path: Path) -> None:
     out = made.html.parent
     pdf, reason = report.build_pdf(out)
     assert reason is None
     assert pdf is not None
     assert pdf.read_bytes().startswith(b"%PDF")
     command = ["pdflatex", "-interaction=nonstopmode", f"-output-directory={tmp_path}", "main.tex"]
-    log = subprocess.run(
-        command, cwd=out, capture_output=True, text=True, errors="replace", check=True
-    ).stdout
+    log = subprocess.run(command, cwd=out, capture_output=True, text=True, errors="replace", check=True).stdout
     assert "Overfull \\hbox" not in log
 
 

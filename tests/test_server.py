@@ -98,9 +98,7 @@ def test_death_is_noticed_at_once_and_explained(
 
 
 @pytest.mark.parametrize("mode", ["hang", "never-ready"])
-def test_a_server_that_is_never_ready_times_out_and_is_ended(
-    make_spec: MakeSpec, tmp_path: Path, mode: str
-) -> None:
+def test_a_server_that_is_never_ready_times_out_and_is_ended(make_spec: MakeSpec, tmp_path: Path, mode: str) -> None:
     before = set(psutil.pids())
     with pytest.raises(ServerError, match=r"not ready after 1 s \(startup_timeout_s\)"):
         start_server(make_spec(mode, startup_timeout_s=1.0), folder=tmp_path)
@@ -108,9 +106,7 @@ def test_a_server_that_is_never_ready_times_out_and_is_ended(
     assert not [p for p in left if "fake_server" in " ".join(p.info["cmdline"] or ())]
 
 
-def test_old_servers_without_ready_are_asked_for_their_model(
-    make_spec: MakeSpec, tmp_path: Path
-) -> None:
+def test_old_servers_without_ready_are_asked_for_their_model(make_spec: MakeSpec, tmp_path: Path) -> None:
     with start_server(make_spec("old"), folder=tmp_path) as server:
         assert server.exit_code() is None
 
@@ -158,13 +154,9 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_server_ends_when_its_opener_is_killed(
-    make_spec: MakeSpec, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_the_server_ends_when_its_opener_is_killed(make_spec: MakeSpec, tmp_path: Path, number: signal.Signals) -> None:
     arguments = [make_spec().model_dump_json(), str(tmp_path)]
-    opener = subprocess.Popen(
-        [sys.executable, "-c", OPENER, *arguments], stdout=subprocess.PIPE, text=True
-    )
+    opener = subprocess.Popen([sys.executable, "-c", OPENER, *arguments], stdout=subprocess.PIPE, text=True)
     with opener:
         assert opener.stdout is not None
         pid = int(opener.stdout.readline())
@@ -246,9 +238,7 @@ def test_attaching_to_nothing_is_an_error(make_spec: MakeSpec) -> None:
         attach_server(make_spec(), url="http://127.0.0.1:9")
 
 
-def test_a_record_beside_another_address_is_not_used(
-    make_spec: MakeSpec, serve: Serve, tmp_path: Path
-) -> None:
+def test_a_record_beside_another_address_is_not_used(make_spec: MakeSpec, serve: Serve, tmp_path: Path) -> None:
     stale = ServerRecord(url="http://127.0.0.1:9")
     (tmp_path / SERVER_FILE).write_text(stale.model_dump_json())
     server: Server = open_server(make_spec(), folder=tmp_path, url=serve())

@@ -119,16 +119,12 @@ def test_partial_and_damaged_runs_are_made_again(make_spec: MakeSpec, tmp_path: 
     (folder / "requests.jsonl").write_bytes(data[:-40])
     assert [state for _, state in plan_sweep([spec], tmp_path)] == ["stale"]
     assert outcomes([spec], tmp_path) == ["ok"]
-    assert (tmp_path / "c" / "superseded" / "tp1-auto-1" / "requests.jsonl").read_bytes() == data[
-        :-40
-    ]
+    assert (tmp_path / "c" / "superseded" / "tp1-auto-1" / "requests.jsonl").read_bytes() == data[:-40]
     assert outcomes([spec], tmp_path, force=True) == ["ok"]
     assert (tmp_path / "c" / "superseded" / "tp1-auto-2").is_dir()
 
 
-def test_a_server_that_dies_while_measured_fails_the_run_with_its_requests(
-    make_spec: MakeSpec, tmp_path: Path
-) -> None:
+def test_a_server_that_dies_while_measured_fails_the_run_with_its_requests(make_spec: MakeSpec, tmp_path: Path) -> None:
     spec = make_spec("die-later", campaign="c", repeats=3)
     (outcome,) = run_sweep([spec], results=tmp_path)
     assert outcome.status == "failed"
@@ -141,9 +137,7 @@ def test_a_server_that_dies_while_measured_fails_the_run_with_its_requests(
     assert "connect" in (requests[-1].error or "")
 
 
-def test_a_killed_kernel_is_a_failed_run(
-    make_spec: MakeSpec, tmp_path: Path, started: Started
-) -> None:
+def test_a_killed_kernel_is_a_failed_run(make_spec: MakeSpec, tmp_path: Path, started: Started) -> None:
     """papermill would call every cell of it completed."""
     names = [*make_spec().to_parameters(), "server_url", "results_dir"]
     source = notebook(
@@ -180,9 +174,7 @@ def test_a_notebook_without_a_record_is_a_failed_run(make_spec: MakeSpec, tmp_pa
     assert "did not finish" in (outcome.error or "")
 
 
-def test_unknown_parameters_are_refused_before_anything_starts(
-    make_spec: MakeSpec, tmp_path: Path
-) -> None:
+def test_unknown_parameters_are_refused_before_anything_starts(make_spec: MakeSpec, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"has no parameter .*'tree_budget'"):
         run_sweep([make_spec()], results=tmp_path / "r", notebook=notebook(tmp_path))
     with pytest.raises(SpecError, match="no notebook"):
@@ -242,14 +234,10 @@ def test_an_interrupted_sweep_leaves_nothing_running(
         f'[engines.reference]\nserver_python = "{spec.server_python}"\nserver_args = {arguments}\n'
     )
     command = [sys.executable, "-c", SWEEPER, "sweep", str(file), "--results", str(tmp_path)]
-    sweep = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    sweep = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with sweep:
         deadline = time.monotonic() + 30
-        while (
-            len(started()) < 4 and time.monotonic() < deadline
-        ):  # sweep, supervisor, server, kernel
+        while len(started()) < 4 and time.monotonic() < deadline:  # sweep, supervisor, server, kernel
             time.sleep(0.1)
         time.sleep(0.5)
         before = started()

@@ -134,13 +134,8 @@ def test_main_table_has_every_condition_and_prompt(campaign: Path) -> None:
     ]
     assert len(main.rows) == 2 + 12
     row = row_of(main, "DDTree b16", group=1)
-    expected = next(
-        r for r in frames.rows_of(results) if r["run"] == "tp2-b16" and r["prompt"] == "all"
-    )
-    values = [
-        expected[k]
-        for k in ("verify_tokens", "decode_tok_s", "speedup", "accept_length", "step_ms")
-    ]
+    expected = next(r for r in frames.rows_of(results) if r["run"] == "tp2-b16" and r["prompt"] == "all")
+    values = [expected[k] for k in ("verify_tokens", "decode_tok_s", "speedup", "accept_length", "step_ms")]
     assert [cell.value for cell in row[1:6]] == values
     assert row[3].error == max(
         expected["speedup_high"] - expected["speedup"],
@@ -170,24 +165,18 @@ def test_bold_marks_what_beats_every_other_significantly(several: Path) -> None:
 def test_accept_table_shows_whole_blocks_as_percent(campaign: Path) -> None:
     results, _, made = build(campaign)
     share = next(
-        r["full_block_share"]
-        for r in frames.rows_of(results)
-        if r["run"] == "tp1-linear" and r["prompt"] == "fib"
+        r["full_block_share"] for r in frames.rows_of(results) if r["run"] == "tp1-linear" and r["prompt"] == "fib"
     )
     row = row_of(made["accept"], "DFlash linear")
     assert row[3].value == pytest.approx(100 * share)
-    assert all(
-        row[0].text != "autoregressive" for row in made["accept"].rows if not isinstance(row, str)
-    )
+    assert all(row[0].text != "autoregressive" for row in made["accept"].rows if not isinstance(row, str))
 
 
 def test_scaling_table_compares_with_the_ideal(campaign: Path, several: Path) -> None:
     row = row_of(build(campaign)[2]["scaling"], "autoregressive")
     assert row[1].text == "TP 1 to 2"
     assert row[3].value == pytest.approx(50 * (row[2].value or 0))
-    assert build(several)[2]["scaling"].rows == (
-        "No method was measured at two TP sizes under one set-up.",
-    )
+    assert build(several)[2]["scaling"].rows == ("No method was measured at two TP sizes under one set-up.",)
 
 
 def test_cited_figures_are_marked_and_kept_apart(campaign: Path) -> None:
@@ -221,9 +210,7 @@ def test_failed_cells_say_why(tmp_path: Path) -> None:
         ({"server_env": {"SIMULATE_ACC_LEN": "4"}}, "simulated acceptance"),
     ],
 )
-def test_unreal_speeds_are_labelled_in_every_table(
-    tmp_path: Path, options: dict[str, object], word: str
-) -> None:
+def test_unreal_speeds_are_labelled_in_every_table(tmp_path: Path, options: dict[str, object], word: str) -> None:
     sweep = synthetic.build_sweep(engines={"reference": options}, tree_budgets=(16,))
     results, _, made = build(synthetic.save_campaign(tmp_path, sweep))
     for name in ("main", "speedup", "steps", "accept", "scaling"):
@@ -245,9 +232,7 @@ def test_headline_has_interval_n_verdict_and_oracle(campaign: Path, several: Pat
 
 def test_macros_hold_the_quoted_numbers(campaign: Path, tmp_path: Path) -> None:
     results, scaling, _ = build(campaign)
-    macros = headline.build_macros(
-        results, scaling, provenance.build_provenance(frames.load_campaigns([campaign]))
-    )
+    macros = headline.build_macros(results, scaling, provenance.build_provenance(frames.load_campaigns([campaign])))
     text = headline.save_macros(macros, tmp_path).read_text()
     names = re.findall(r"\\newcommand\{\\bench([A-Za-z]+)\}", text)
     assert names == list(macros)
@@ -279,11 +264,7 @@ def test_every_fragment_compiles_alone(tmp_path: Path) -> None:
     made = build(synthetic.save_campaign(tmp_path, changes=changes))[2]
     made["small"] = SMALL
     for table in made.values():
-        (tmp_path / f"{table.name}.tex").write_text(
-            build_document(table.to_latex()), encoding="utf-8"
-        )
+        (tmp_path / f"{table.name}.tex").write_text(build_document(table.to_latex()), encoding="utf-8")
         command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", f"{table.name}.tex"]
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False
-        )
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False)
         assert done.returncode == 0, f"{table.name}: {done.stdout[-1500:]}"

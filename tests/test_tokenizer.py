@@ -55,9 +55,7 @@ def test_training_is_deterministic(tokenizer: bpe.Tokenizer) -> None:
     assert bpe.train(TEXTS * 20, vocab_size=400).to_json() == tokenizer.to_json()
 
 
-def test_saved_folder_loads_here_and_in_transformers(
-    tokenizer: bpe.Tokenizer, tmp_path: Path
-) -> None:
+def test_saved_folder_loads_here_and_in_transformers(tokenizer: bpe.Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     again = bpe.Tokenizer.load(tmp_path)
     transformers = pytest.importorskip("transformers")

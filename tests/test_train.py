@@ -39,9 +39,7 @@ class TestDeltaRule:
         torch.manual_seed(length)
         q, k = (torch.nn.functional.normalize(torch.randn(2, 3, length, 8), dim=-1) for _ in "qk")
         v, beta = torch.randn(2, 3, length, 12), torch.rand(2, 3, length)
-        g = (
-            -torch.rand(2, 3, length) * torch.tensor([0.01, 0.5, 4.0])[:, None]
-        )  # slow to violent decay
+        g = -torch.rand(2, 3, length) * torch.tensor([0.01, 0.5, 4.0])[:, None]  # slow to violent decay
         state, expected = torch.zeros(2, 3, 8, 12), []
         for t in range(length):
             state = state * g[:, :, t, None, None].exp()
@@ -243,9 +241,7 @@ def check_loads_in_transformers(folder: Path, pair: Pair) -> None:
         model, info = transformers.Qwen3_5ForCausalLM.from_pretrained(
             folder / "target", dtype=torch.float32, output_loading_info=True
         )
-        assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
-            info
-        )
+        assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "target")
         text = "def f(x):\n    return x + 1\n"
         ids = tokenizer(text).input_ids
@@ -280,9 +276,7 @@ class TestShort:
         assert len(np.load(short_run / "work" / "rollouts.npy")) == 8
         assert (short_run / "target" / "model.safetensors").read_bytes() == before
 
-    @pytest.mark.parametrize(
-        "flags", [["--set", "nonsense=1"], ["--set", "taps=1"], ["--stages", "tokens_,target"]]
-    )
+    @pytest.mark.parametrize("flags", [["--set", "nonsense=1"], ["--set", "taps=1"], ["--stages", "tokens_,target"]])
     def test_what_it_does_not_know_is_refused(
         self, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:

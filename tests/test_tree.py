@@ -137,13 +137,9 @@ def test_ties_are_settled_the_same_way_every_time() -> None:
     tree = build_tree(3, *ranked, 20)
     check_form(tree, 20)
     assert all(build_tree(3, *ranked, 20) == tree for _ in range(5))
-    assert (
-        tree.depths[1:7] == [1] * 6
-    )  # a prefix ties with no extension, but siblings tie: first seen first
+    assert tree.depths[1:7] == [1] * 6  # a prefix ties with no extension, but siblings tie: first seen first
     assert tree.tokens[1:7] == [0, 1, 2, 3, 4, 5]
-    even = build_tree(
-        0, np.zeros((3, 2)), np.array([[0, 1]] * 3), 14
-    )  # extensions tie with prefixes too
+    even = build_tree(0, np.zeros((3, 2)), np.array([[0, 1]] * 3), 14)  # extensions tie with prefixes too
     check_form(even, 14)
     assert len(even.tokens) == 15
 
@@ -242,6 +238,4 @@ def test_accepted_path_is_the_longest_that_agrees(seed: int) -> None:
     assert [tree.parents[n] for n in path] == [-1, *path[:-1]]
     assert all(tree.tokens[n] == chosen[tree.parents[n]] for n in path[1:])
     assert bonus == chosen[path[-1]]
-    assert not any(
-        p == path[-1] and t == bonus for p, t in zip(tree.parents, tree.tokens, strict=True)
-    )
+    assert not any(p == path[-1] and t == bonus for p, t in zip(tree.parents, tree.tokens, strict=True))

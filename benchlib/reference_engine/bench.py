@@ -41,14 +41,10 @@ def openings() -> dict[str, str]:
 def load_decoders(weights: Path, *, pack: bool) -> tuple[dict[str, Decoder], Tokenizer]:
     """One decoder a method, over one set of weights."""
     config, draft = TargetConfig.load(weights / "target"), DrafterConfig.load(weights / "drafter")
-    target = Target(
-        config, load_weights(weights / "target"), taps=draft.target_layer_ids, pack=pack
-    )
+    target = Target(config, load_weights(weights / "target"), taps=draft.target_layer_ids, pack=pack)
     drafter = Drafter(draft, load_weights(weights / "drafter"), target, pack=pack)
     made = {
-        name: Decoder(
-            target, None if method == "auto" else drafter, method=method, budget=budget, slots=1
-        )
+        name: Decoder(target, None if method == "auto" else drafter, method=method, budget=budget, slots=1)
         for name, (method, budget) in METHODS.items()
     }
     return made, Tokenizer.load(weights / "target")
@@ -104,9 +100,7 @@ def summarise(rows: list[dict[str, Any]], block: int) -> list[dict[str, Any]]:
                     "n": len(own),
                     "tok_s": 1 / spent[name, prompt],
                     "step_ms": 1e3 * sum(r["seconds"] for r in own) / (steps or tokens),
-                    "accept_length": 1 + sum(g.correct_drafts for g in made) / steps
-                    if steps
-                    else None,
+                    "accept_length": 1 + sum(g.correct_drafts for g in made) / steps if steps else None,
                     "full_block_share": whole / steps if steps else None,
                     "speedup": spent["auto", prompt] / spent[name, prompt],
                 }
@@ -114,9 +108,7 @@ def summarise(rows: list[dict[str, Any]], block: int) -> list[dict[str, Any]]:
     return out
 
 
-def transformers_ratio(
-    weights: Path, decoder: Decoder, ids: list[int], new_tokens: int, rounds: int
-) -> dict[str, Any]:
+def transformers_ratio(weights: Path, decoder: Decoder, ids: list[int], new_tokens: int, rounds: int) -> dict[str, Any]:
     """auto against `transformers` greedy generate, turn about, prefill included on both sides."""
     if util.find_spec("transformers") is None:
         return {"skipped": "transformers is not installed"}
@@ -161,9 +153,7 @@ def stages(decoder: Decoder, prompts: dict[str, list[int]], new_tokens: int) -> 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchlib.reference_engine.bench", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchlib.reference_engine.bench", description=__doc__)
     parser.add_argument(
         "--weights",
         type=Path,
@@ -190,11 +180,7 @@ def main(argv: list[str] | None = None) -> None:
         "transformers": transformers_ratio(
             args.weights, decoders["auto"], prompts["fib"], args.new_tokens, args.rounds
         ),
-        "stage_ms": {
-            name: stages(decoders[name], prompts, args.new_tokens)
-            for name in decoders
-            if name != "auto"
-        },
+        "stage_ms": {name: stages(decoders[name], prompts, args.new_tokens) for name in decoders if name != "auto"},
     }
     _print(report)
     if args.json:
@@ -202,14 +188,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    lines = [
-        f"{'method':8}{'prompt':8}{'tok/s':>9}{'ms/step':>9}{'accept':>8}{'full':>7}{'speedup':>9}   n"
-    ]
+    lines = [f"{'method':8}{'prompt':8}{'tok/s':>9}{'ms/step':>9}{'accept':>8}{'full':>7}{'speedup':>9}   n"]
     for row in report["methods"]:
-        accept, full = (
-            f"{v:.2f}" if v is not None else "-"
-            for v in (row["accept_length"], row["full_block_share"])
-        )
+        accept, full = (f"{v:.2f}" if v is not None else "-" for v in (row["accept_length"], row["full_block_share"]))
         lines.append(
             f"{row['method']:8}{row['prompt']:8}{row['tok_s']:9.1f}{row['step_ms']:9.3f}{accept:>8}{full:>7}"
             f"{row['speedup']:9.2f}{row['n']:4}"

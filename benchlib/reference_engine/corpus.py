@@ -140,12 +140,7 @@ def worth_keeping(text: str) -> bool:
     digits = sum(map(text.count, "0123456789"))
     marks = sum(map(text.count, ",'\"|"))
     lines = text.count("\n")
-    return (
-        longest <= 300
-        and other <= len(text) // 50
-        and digits + marks <= len(text) // 6
-        and lines > 5
-    )
+    return longest <= 300 and other <= len(text) // 50 and digits + marks <= len(text) // 6 and lines > 5
 
 
 def _docstrings(text: str) -> str:
@@ -200,9 +195,7 @@ def describe_sources() -> dict[str, dict[str, str | int]]:
     table: dict[str, dict[str, str | int]] = {}
     for file in real_files():
         s = file.source
-        row = table.setdefault(
-            s.package, {"version": s.version, "licence": s.licence, "files": 0, "bytes": 0}
-        )
+        row = table.setdefault(s.package, {"version": s.version, "licence": s.licence, "files": 0, "bytes": 0})
         row["files"] = int(row["files"]) + (not file.name.endswith("(docstrings)"))
         row["bytes"] = int(row["bytes"]) + len(file.text.encode())
     return table
@@ -327,15 +320,8 @@ def build_tokens(
     budgets = {k: int(n_tokens * v / sum(shares.values())) + 1 for k, v in shares.items()}
     run = partial(_parallel, tokenizer.to_json(), workers)
     real = {k: [f.text for f in real_files() if f.kind == k] for k in shares if k not in MAKERS}
-    batches = [
-        (k, t[i : i + 64])
-        for k, ts in real.items()
-        for t in [_train_only(k, ts)]
-        for i in range(0, len(t), 64)
-    ]
-    jobs = [
-        (k, seed, i, _SHARD) for k in shares if k in MAKERS for i in range(budgets[k] // _SHARD + 1)
-    ]
+    batches = [(k, t[i : i + 64]) for k, ts in real.items() for t in [_train_only(k, ts)] for i in range(0, len(t), 64)]
+    jobs = [(k, seed, i, _SHARD) for k in shares if k in MAKERS for i in range(budgets[k] // _SHARD + 1)]
     arrays: dict[str, list[Tokens]] = {k: [] for k in shares}
     results = run([b for _, b in batches], jobs)
     for kind, part in zip([k for k, _ in batches] + [job[0] for job in jobs], results, strict=True):
@@ -354,9 +340,7 @@ def _train_only(kind: str, texts: list[str]) -> list[str]:
     return [t for t in texts if not held_out(kind, t)]
 
 
-def _parallel(
-    tokenizer_json: str, workers: int, batches: list[list[str]], jobs: list[_Job]
-) -> Iterator[list[Tokens]]:
+def _parallel(tokenizer_json: str, workers: int, batches: list[list[str]], jobs: list[_Job]) -> Iterator[list[Tokens]]:
     """Encode real batches, then make synthetic shards, in order."""
     if workers <= 1:
         _start_worker(tokenizer_json)

@@ -129,9 +129,7 @@ class Decoder:
             count = part.shape[1]
             start = self.cache.lengths[slot]
             tree = chain_tree(1, count, self.target.kernel, self.target.device)
-            output = self.target.forward(
-                part, torch.arange(count, device=part.device)[None], self.cache, [slot], tree
-            )
+            output = self.target.forward(part, torch.arange(count, device=part.device)[None], self.cache, [slot], tree)
             assert output.pending is not None
             self.target.commit(self.cache, output.pending, [range(count)])
             if self.drafter is not None and self.context is not None and output.taps is not None:
@@ -150,9 +148,7 @@ class Decoder:
 
     def _step_auto(self, sequences: Sequence[Generation]) -> None:
         roots = torch.tensor([[s.root] for s in sequences], device=self.target.device)
-        output = self.target.forward(
-            roots, torch.zeros_like(roots), self.cache, [s.slot for s in sequences]
-        )
+        output = self.target.forward(roots, torch.zeros_like(roots), self.cache, [s.slot for s in sequences])
         logits = self.target.logits(output.hidden)
         for b, sequence in enumerate(sequences):
             self._keep(sequence, self._choose(logits[b], sequence))
@@ -176,9 +172,7 @@ class Decoder:
         assert self.context is not None
         starts = [self.cache.lengths[s] for s in slots]
         self.target.commit(self.cache, output.pending, [path for path, _ in accepted])
-        for b, (sequence, tree, (path, bonus)) in enumerate(
-            zip(sequences, trees, accepted, strict=True)
-        ):
+        for b, (sequence, tree, (path, bonus)) in enumerate(zip(sequences, trees, accepted, strict=True)):
             whole = path[-1] == len(path) - 1
             taps = output.taps[b, : len(path)] if whole else output.taps[b, path]
             self.drafter.append(self.context, slots[b], starts[b], taps)
@@ -186,20 +180,14 @@ class Decoder:
         if self.times is not None:
             self._time(marks, heap)
 
-    def _draft(
-        self, sequences: Sequence[Generation], slots: list[int]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _draft(self, sequences: Sequence[Generation], slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Candidates of every slot, best first: log probabilities and tokens, each (B, block - 1, K)."""
         assert self.drafter is not None
         assert self.context is not None
         roots = torch.tensor([s.root for s in sequences], device=self.target.device)
-        logits = self.drafter.draft(
-            self.context, slots, [self.cache.lengths[s] for s in slots], roots
-        )
+        logits = self.drafter.draft(self.context, slots, [self.cache.lengths[s] for s in slots], roots)
         top = logits.topk(self.width, -1) if self.width > 1 else logits.max(-1, keepdim=True)
-        return (
-            top.values - logits.logsumexp(-1, keepdim=True)
-        ).cpu().numpy(), top.indices.cpu().numpy()
+        return (top.values - logits.logsumexp(-1, keepdim=True)).cpu().numpy(), top.indices.cpu().numpy()
 
     def _trees(
         self, sequences: Sequence[Generation], candidates: tuple[np.ndarray, np.ndarray]
@@ -209,10 +197,7 @@ class Decoder:
         if self.method == "linear":
             trees = [build_chain(s.root, log_probs[b], tokens[b]) for b, s in enumerate(sequences)]
         else:
-            trees = [
-                build_tree(s.root, log_probs[b], tokens[b], self.budget)
-                for b, s in enumerate(sequences)
-            ]
+            trees = [build_tree(s.root, log_probs[b], tokens[b], self.budget) for b, s in enumerate(sequences)]
         return trees, time.perf_counter() - begun
 
     def _tables(self, trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor, Tree]:

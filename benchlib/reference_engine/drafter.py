@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchlib.reference_engine.model import Linear, Target, apply_rope, attend, rms_norm
+from benchlib.reference_engine.model import Linear, Target, apply_rope, attend, fold_norm, rms_norm
 
 __all__ = ["Drafter", "DrafterConfig"]
 
@@ -105,30 +105,20 @@ class Drafter:
                 f"drafter hidden_size {config.hidden_size} differs from target's {target.config.hidden_size}"
             )
         if config.mask_token_id >= target.config.vocab_size:
-            raise ValueError(
-                f"mask_token_id {config.mask_token_id} is outside vocabulary {target.config.vocab_size}"
-            )
+            raise ValueError(f"mask_token_id {config.mask_token_id} is outside vocabulary {target.config.vocab_size}")
         self.config, self.target, self.device = config, target, target.device
         w = {k.removeprefix("model."): v.to(self.device, torch.float32) for k, v in weights.items()}
         self.fc, self.hidden_norm, self.norm = (
             Linear(w["fc.weight"], pack=pack),
-            w["hidden_norm.weight"],
-            w["norm.weight"],
+            fold_norm(w["hidden_norm.weight"]),
+            fold_norm(w["norm.weight"]),
         )
-        self.layers = [
-            self._layer(w, f"layers.{i}.", pack) for i in range(config.num_hidden_layers)
-        ]
+        self.layers = [self._layer(w, f"layers.{i}.", pack) for i in range(config.num_hidden_layers)]
         # ctx is the same for all layers, so one projection serves them all: (layer, k | v)
-        kv = [
-            w[f"layers.{i}.self_attn.{p}_proj.weight"]
-            for i in range(config.num_hidden_layers)
-            for p in "kv"
-        ]
+        kv = [w[f"layers.{i}.self_attn.{p}_proj.weight"] for i in range(config.num_hidden_layers) for p in "kv"]
         self.context_kv = Linear(torch.cat(kv), pack=pack)
         self.context_norm = torch.stack([layer.qk_norm[-1] for layer in self.layers])[:, None]
-        inverse = config.rope_theta ** -(
-            torch.arange(0, config.head_dim, 2, device=self.device) / config.head_dim
-        )
+        inverse = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, device=self.device) / config.head_dim)
         angles = torch.arange(target.context_length + 128, device=self.device)[:, None] * inverse
         self.cos, self.sin = angles.cos(), angles.sin()
         masks = torch.full((config.block_size,), config.mask_token_id, device=self.device)
@@ -139,11 +129,11 @@ class Drafter:
         c = self.config
         qkv = torch.cat([w[f"{prefix}self_attn.{p}_proj.weight"] for p in "qkv"])
         up = torch.cat([w[f"{prefix}mlp.{p}_proj.weight"] for p in ("gate", "up")])
-        norms = [w[f"{prefix}self_attn.q_norm.weight"].expand(c.num_attention_heads, -1)]
-        norms.append(w[f"{prefix}self_attn.k_norm.weight"].expand(c.num_key_value_heads, -1))
+        norms = [fold_norm(w[f"{prefix}self_attn.q_norm.weight"]).expand(c.num_attention_heads, -1)]
+        norms.append(fold_norm(w[f"{prefix}self_attn.k_norm.weight"]).expand(c.num_key_value_heads, -1))
         return _Layer(
-            w[f"{prefix}input_layernorm.weight"],
-            w[f"{prefix}post_attention_layernorm.weight"],
+            fold_norm(w[f"{prefix}input_layernorm.weight"]),
+            fold_norm(w[f"{prefix}post_attention_layernorm.weight"]),
             Linear(qkv, pack=pack),
             torch.cat(norms),
             Linear(w[f"{prefix}self_attn.o_proj.weight"], pack=pack),
@@ -161,9 +151,7 @@ class Drafter:
         """Project the taps (T, n_taps * H) of committed tokens and store them at rows start .. start + T."""
         c, count = self.config, taps.shape[0]
         ctx = rms_norm(self.fc(taps), self.hidden_norm, c.rms_norm_eps)
-        kv = self.context_kv(ctx).view(
-            count, c.num_hidden_layers, 2, c.num_key_value_heads, c.head_dim
-        )
+        kv = self.context_kv(ctx).view(count, c.num_hidden_layers, 2, c.num_key_value_heads, c.head_dim)
         keys = rms_norm(kv[:, :, 0], self.context_norm, c.rms_norm_eps)  # (T, layers, Hkv, D)
         span = slice(start, start + count)
         keys = apply_rope(keys, self.cos[span][:, None, None], self.sin[span][:, None, None])
@@ -206,13 +194,9 @@ class Drafter:
     ) -> Tensor:
         c, (batch, block, _) = self.config, x.shape
         hq, hkv, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        qkv = layer.qkv(rms_norm(x, layer.input_norm, c.rms_norm_eps)).view(
-            batch, block, hq + 2 * hkv, d
-        )
+        qkv = layer.qkv(rms_norm(x, layer.input_norm, c.rms_norm_eps)).view(batch, block, hq + 2 * hkv, d)
         qk = apply_rope(rms_norm(qkv[:, :, : hq + hkv], layer.qk_norm, c.rms_norm_eps), *rope)
-        rows = torch.stack([qk[:, :, hq:], qkv[:, :, hq + hkv :]], 1).transpose(
-            2, 3
-        )  # (B, 2, Hkv, block, D)
+        rows = torch.stack([qk[:, :, hq:], qkv[:, :, hq + hkv :]], 1).transpose(2, 3)  # (B, 2, Hkv, block, D)
         for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             cache[slot, :, :, length : length + block] = rows[b]
         kv = cache[slots[0] : slots[0] + 1] if batch == 1 else cache[slots]

@@ -48,6 +48,7 @@ class ModelPlan:
     slots: int = 8
     tp_size: int = 1
     threads: int = 1
+    custom_all_reduce: bool = True
     context_length: int | None = None
     pack: bool = True
     dummy: bool = False
@@ -144,9 +145,7 @@ def load_models(plan: ModelPlan, shard: Shard) -> tuple[Target, Drafter | None]:
     return target, Drafter(draft_config, weights, target, pack=plan.pack)
 
 
-def _weights(
-    plan: ModelPlan, folder: Path, config: TargetConfig | DrafterConfig
-) -> dict[str, Tensor]:
+def _weights(plan: ModelPlan, folder: Path, config: TargetConfig | DrafterConfig) -> dict[str, Tensor]:
     """Tensors of a checkpoint, or random ones of the same shapes; the same on every rank."""
     from safetensors import SafetensorError
 
@@ -154,10 +153,7 @@ def _weights(
     expected = target_shapes(config) if isinstance(config, TargetConfig) else drafter_shapes(config)
     if plan.dummy:
         generator = torch.Generator().manual_seed(plan.seed)
-        return {
-            name: _random(name, shape, generator, centred=target)
-            for name, shape in expected.items()
-        }
+        return {name: _random(name, shape, generator, centred=target) for name, shape in expected.items()}
     file = folder / "model.safetensors"
     try:
         weights = load_weights(folder)

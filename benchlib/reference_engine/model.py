@@ -166,9 +166,7 @@ class Tree:
 
     def __post_init__(self) -> None:
         if self.strict is None:
-            self.strict = self.ancestors - torch.eye(
-                self.ancestors.shape[-1], device=self.ancestors.device
-            )
+            self.strict = self.ancestors - torch.eye(self.ancestors.shape[-1], device=self.ancestors.device)
 
 
 _CHAINS: dict[tuple[int, int, int, torch.device], Tree] = {}
@@ -184,9 +182,14 @@ def chain_tree(batch: int, length: int, kernel: int, device: torch.device | str 
     return _CHAINS[key]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis; the caller has folded any `1 +` into the weight."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+def fold_norm(weight: Tensor) -> Tensor:
+    """A norm's weight for `rms_norm`, which sums where the definition takes the mean: one operator less a norm."""
+    return weight * weight.shape[-1] ** 0.5
+
+
+def rms_norm(x: Tensor, folded: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, with a weight from `fold_norm`."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps * x.shape[-1]) * folded
 
 
 class Cache:
@@ -211,9 +214,7 @@ class Cache:
             c.linear_value_head_dim,
             device=device,
         )
-        self.conv = torch.zeros(
-            n_gdn, slots, c.linear_conv_kernel_dim - 1, target.conv_dim, device=device
-        )
+        self.conv = torch.zeros(n_gdn, slots, c.linear_conv_kernel_dim - 1, target.conv_dim, device=device)
 
     def clear(self, slot: int) -> None:
         """Forget a slot's sequence."""
@@ -228,11 +229,7 @@ Where = slice | list[int]
 def _where(slots: list[int]) -> Where:
     """Neighbouring slots as a slice, so that indexing gives a view and not a copy."""
     first = slots[0]
-    return (
-        slice(first, first + len(slots))
-        if slots == list(range(first, first + len(slots)))
-        else slots
-    )
+    return slice(first, first + len(slots)) if slots == list(range(first, first + len(slots))) else slots
 
 
 @dataclass(slots=True)
@@ -282,40 +279,28 @@ class Target:
                 config.intermediate_size,
             )
         ):
-            raise ValueError(
-                f"tp_size={world} does not divide the model's heads and FFN: use 1 or 2"
-            )
+            raise ValueError(f"tp_size={world} does not divide the model's heads and FFN: use 1 or 2")
         self.heads = config.num_attention_heads // world
         self.kv_heads = config.num_key_value_heads // world
         self.k_heads = config.linear_num_key_heads // world
         self.ratio = config.linear_num_value_heads // config.linear_num_key_heads
         self.v_heads = self.k_heads * self.ratio
-        self.conv_dim = (
-            2 * self.k_heads * config.linear_key_head_dim
-            + self.v_heads * config.linear_value_head_dim
-        )
+        self.conv_dim = 2 * self.k_heads * config.linear_key_head_dim + self.v_heads * config.linear_value_head_dim
         self.num_attention = config.layer_types.count("full_attention")
         self.num_gdn = len(config.layer_types) - self.num_attention
         w = {k: v.to(self.device, torch.float32) for k, v in weights.items()}
         self.embedding = w["model.embed_tokens.weight"]
         self.head = Linear(self.embedding, pack=pack)
-        self.norm = 1 + w["model.norm.weight"]
+        self.norm = fold_norm(1 + w["model.norm.weight"])
         self.layers: list[_Gdn | _Attention] = []
         for i, kind in enumerate(config.layer_types):
-            own = {
-                k.removeprefix(f"model.layers.{i}."): v
-                for k, v in w.items()
-                if k.startswith(f"model.layers.{i}.")
-            }
+            own = {k.removeprefix(f"model.layers.{i}."): v for k, v in w.items() if k.startswith(f"model.layers.{i}.")}
             block = _Attention if kind == "full_attention" else _Gdn
             index = sum(t == kind for t in config.layer_types[:i])
             self.layers.append(block(self, own, index, pack))
         rotary = int(config.head_dim * config.partial_rotary_factor)
         inverse = config.rope_theta ** -(torch.arange(0, rotary, 2, device=self.device) / rotary)
-        angles = (
-            torch.arange(config.max_position_embeddings + 128, device=self.device)[:, None]
-            * inverse
-        )
+        angles = torch.arange(config.max_position_embeddings + 128, device=self.device)[:, None] * inverse
         self.cos, self.sin = angles.cos(), angles.sin()
 
     @property
@@ -365,9 +350,7 @@ class Target:
         moved together.
         """
         if self.num_gdn:
-            self._commit_states(
-                cache, pending, torch.tensor([p[-1] for p in paths], device=self.device)
-            )
+            self._commit_states(cache, pending, torch.tensor([p[-1] for p in paths], device=self.device))
         for slot, path in zip(pending.slots, paths, strict=True):
             self._commit_rows(cache, slot, path)
 
@@ -380,13 +363,9 @@ class Target:
         last = decay[:, each, :, :, nodes].permute(1, 0, 2, 3).unsqueeze(-1)  # (n, B, Hk, R, 1)
         own = pending.tree.ancestors[each, nodes][:, None, None]  # (B, 1, 1, T)
         weight = ((last - decay) * own).exp() * own
-        added = keys.transpose(-1, -2).unsqueeze(3) @ (
-            solved * weight.unsqueeze(-1)
-        )  # (n, B, Hk, R, Dk, Dv)
+        added = keys.transpose(-1, -2).unsqueeze(3) @ (solved * weight.unsqueeze(-1))  # (n, B, Hk, R, Dk, Dv)
         grown = last.exp().unsqueeze(3)  # (n, B, Hk, 1, R, 1)
-        cache.recurrent[:, pending.where] = cache.recurrent[
-            :, pending.where
-        ] * grown + added.transpose(3, 4)
+        cache.recurrent[:, pending.where] = cache.recurrent[:, pending.where] * grown + added.transpose(3, 4)
         index = pending.tree.conv[each, nodes, 1:]  # (B, W-1)
         cache.conv[:, pending.where] = torch.stack(pending.conv)[:, each[:, None], index]
 
@@ -399,9 +378,7 @@ class Target:
         cache.lengths[slot] = start + kept
 
 
-def _attention_mask(
-    lengths: list[int], count: int, tree: Tree | None, device: torch.device
-) -> Tensor | None:
+def _attention_mask(lengths: list[int], count: int, tree: Tree | None, device: torch.device) -> Tensor | None:
     """Additive (B, T, S) mask with S = longest past + T; None where every row may see everything."""
     longest = max(lengths)
     if tree is None and len(set(lengths)) == 1:
@@ -423,10 +400,8 @@ class _Mlp:
     def __init__(self, target: Target, w: dict[str, Tensor], pack: bool) -> None:
         self.target, self.eps = target, target.config.rms_norm_eps
         rows, columns = target.shard.rows, target.shard.columns
-        self.norm = 1 + w["post_attention_layernorm.weight"]
-        self.up = Linear(
-            torch.cat([rows(w["mlp.gate_proj.weight"]), rows(w["mlp.up_proj.weight"])]), pack=pack
-        )
+        self.norm = fold_norm(1 + w["post_attention_layernorm.weight"])
+        self.up = Linear(torch.cat([rows(w["mlp.gate_proj.weight"]), rows(w["mlp.up_proj.weight"])]), pack=pack)
         self.down = Linear(columns(w["mlp.down_proj.weight"]), pack=pack)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -445,11 +420,9 @@ class _Attention:
             c.rms_norm_eps,
             c.head_dim**-0.5,
         )
-        self.norm = 1 + w["input_layernorm.weight"]
+        self.norm = fold_norm(1 + w["input_layernorm.weight"])
         # q_proj interleaves each head's query and gate: sorted apart here, so that q and k are normed together
-        query, gate = (
-            w["self_attn.q_proj.weight"].view(c.num_attention_heads, 2, c.head_dim, -1).unbind(1)
-        )
+        query, gate = w["self_attn.q_proj.weight"].view(c.num_attention_heads, 2, c.head_dim, -1).unbind(1)
         parts = [
             query.flatten(0, 1),
             w["self_attn.k_proj.weight"],
@@ -459,8 +432,8 @@ class _Attention:
         self.project = Linear(torch.cat([shard.rows(p) for p in parts]), pack=pack)
         self.qk_norm = torch.cat(
             [
-                (1 + w["self_attn.q_norm.weight"]).expand(target.heads, -1),
-                (1 + w["self_attn.k_norm.weight"]).expand(target.kv_heads, -1),
+                fold_norm(1 + w["self_attn.q_norm.weight"]).expand(target.heads, -1),
+                fold_norm(1 + w["self_attn.k_norm.weight"]).expand(target.kv_heads, -1),
             ]
         )
         self.out = Linear(shard.columns(w["self_attn.o_proj.weight"]), pack=pack)
@@ -482,9 +455,7 @@ class _Attention:
         projected = self.project(rms_norm(x, self.norm, self.eps))
         qk, v, gate = projected.split([(hq + hkv) * d, hkv * d, hq * d], -1)
         qk = apply_rope(rms_norm(qk.view(batch, count, hq + hkv, d), self.qk_norm, self.eps), *rope)
-        rows = torch.stack([qk[:, :, hq:], v.view(batch, count, hkv, d)], 1).transpose(
-            2, 3
-        )  # (B, 2, Hkv, T, D)
+        rows = torch.stack([qk[:, :, hq:], v.view(batch, count, hkv, d)], 1).transpose(2, 3)  # (B, 2, Hkv, T, D)
         kv, span = cache.kv[self.index], max(lengths) + count
         if isinstance(where, slice) and len(set(lengths)) == 1:
             kv[where, :, :, span - count : span] = rows
@@ -501,29 +472,19 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2 * cos.shape[-1] channels of x (B, T, heads, D), half against half."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
-    return torch.cat(
-        [first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]], -1
-    )
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]], -1)
 
 
-def attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
-) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Grouped attention: query (B, T, Hq, D), keys and values (B, Hkv, S, D), mask (B, T, S) -> (B, T, Hq * D)."""
     batch, count, heads, d = query.shape
     groups = heads // keys.shape[1]
     q = query.view(batch, count, -1, groups, d).permute(0, 2, 3, 1, 4)  # (B, Hkv, groups, T, D)
-    scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).view(
-        batch, -1, groups, count, keys.shape[2]
-    ) * scale
+    scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).view(batch, -1, groups, count, keys.shape[2]) * scale
     if mask is not None:
         scores = scores + mask[:, None, None]
     mixed = scores.softmax(-1).flatten(2, 3) @ values  # (B, Hkv, groups * T, D)
-    return (
-        mixed.view(batch, -1, groups, count, d)
-        .permute(0, 3, 1, 2, 4)
-        .reshape(batch, count, heads * d)
-    )
+    return mixed.view(batch, -1, groups, count, d).permute(0, 3, 1, 2, 4).reshape(batch, count, heads * d)
 
 
 class _Gdn:
@@ -537,7 +498,7 @@ class _Gdn:
             c.linear_num_value_heads * c.linear_value_head_dim,
         )
         groups = (key, key, value)
-        self.norm = 1 + w["input_layernorm.weight"]
+        self.norm = fold_norm(1 + w["input_layernorm.weight"])
         self.project = Linear(
             torch.cat(
                 [
@@ -547,16 +508,13 @@ class _Gdn:
             ),
             pack=pack,
         )
-        self.conv = shard.rows(
-            w["linear_attn.conv1d.weight"].squeeze(1), groups=groups
-        ).T.contiguous()  # (W, C)
+        self.conv = shard.rows(w["linear_attn.conv1d.weight"].squeeze(1), groups=groups).T.contiguous()  # (W, C)
         self.rate = -shard.rows(w["linear_attn.A_log"]).exp()
         self.dt_bias = shard.rows(w["linear_attn.dt_bias"])
-        # l2norm(x) = rms_norm(x, eps / D) / sqrt(D); queries carry another 1 / sqrt(D)
-        dk = c.linear_key_head_dim
-        scale = torch.tensor([1 / dk, dk**-0.5], device=target.device)
+        # both are normed to length 1; queries carry the attention scale too
+        scale = torch.tensor([c.linear_key_head_dim**-0.5, 1.0], device=target.device)
         self.qk_scale = scale.repeat_interleave(target.k_heads)[:, None]
-        self.out_norm = w["linear_attn.norm.weight"]
+        self.out_norm = fold_norm(w["linear_attn.norm.weight"])
         self.out = Linear(shard.columns(w["linear_attn.out_proj.weight"]), pack=pack)
         self.mlp = _Mlp(target, w, pack)
 
@@ -588,13 +546,11 @@ class _Gdn:
         batch, count, _ = convolved.shape
         wide = 2 * t.k_heads * dk
         qk = convolved[..., :wide].view(batch, count, 2 * t.k_heads, dk)
-        qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + 1e-6 / dk) * self.qk_scale
+        qk = qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True) + 1e-6) * self.qk_scale
         v = convolved[..., wide:].view(batch, count, t.k_heads, t.ratio, -1)
         return qk[:, :, : t.k_heads], qk[:, :, t.k_heads :], v
 
-    def _step(
-        self, qkv: Tensor, gates: tuple[Tensor, Tensor], cache: Cache, where: Where, pending: None
-    ) -> Tensor:
+    def _step(self, qkv: Tensor, gates: tuple[Tensor, Tensor], cache: Cache, where: Where, pending: None) -> Tensor:
         """One token a sequence, state updated in place."""
         t = self.target
         batch = qkv.shape[0]
@@ -631,17 +587,11 @@ class _Gdn:
         q, k, v = self._heads(F.silu(self._convolve(full, tree, count)))
         q, k = q.transpose(1, 2), k.transpose(1, 2)  # (B, Hk, T, Dk)
         v = v.permute(0, 2, 3, 1, 4)  # (B, Hk, R, T, Dv)
-        beta, g = (
-            x.view(batch, count, t.k_heads, t.ratio).permute(0, 2, 3, 1) for x in gates
-        )  # (B, Hk, R, T)
+        beta, g = (x.view(batch, count, t.k_heads, t.ratio).permute(0, 2, 3, 1) for x in gates)  # (B, Hk, R, T)
         both = torch.cat([q, k], 2)  # (B, Hk, 2T, Dk)
-        read = (
-            (both @ state.flatten(3)).view(batch, t.k_heads, 2 * count, t.ratio, -1).transpose(2, 3)
-        )
+        read = (both @ state.flatten(3)).view(batch, t.k_heads, 2 * count, t.ratio, -1).transpose(2, 3)
         inner = both @ k.transpose(-1, -2)  # (B, Hk, 2T, T)
-        path = (
-            (g @ tree.ancestors[:, None].transpose(-1, -2)) if not tree.is_chain else g.cumsum(-1)
-        )  # G
+        path = (g @ tree.ancestors[:, None].transpose(-1, -2)) if not tree.is_chain else g.cumsum(-1)  # G
         grown = path.exp().unsqueeze(-1)
         # masked before exp: a cousin's decay may be larger than one's own, and e^(G_i - G_j) would overflow
         decay = ((path.unsqueeze(-1) - path.unsqueeze(-2)) * tree.ancestors[:, None, None]).exp()
@@ -664,9 +614,7 @@ class _Gdn:
             if tree.is_chain:
                 taken = full[:, i : i + count]
             else:
-                taken = torch.stack(
-                    [full[b].index_select(0, tree.conv[b, :, i]) for b in range(full.shape[0])]
-                )
+                taken = torch.stack([full[b].index_select(0, tree.conv[b, :, i]) for b in range(full.shape[0])])
             out = torch.addcmul(out, taken, self.conv[i])
         return out
 

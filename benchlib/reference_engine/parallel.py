@@ -1,4 +1,4 @@
-"""Tensor parallel over processes: gloo on loopback, one thread and one `Decoder` a rank.
+"""Tensor parallel over processes: one thread and one `Decoder` a rank; sums through shared memory, or gloo.
 
 Rank 0 lives in the server's process. Before each prefill and each round it tells the other ranks what to do with one
 small broadcast of integers, and then all ranks run the same code on their shards. An all-reduced sum has the same bits
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from benchlib.reference_engine.decode import Decoder, Generation, Request
+from benchlib.reference_engine.exchange import CAPACITY, Exchange, new_file, usable
 from benchlib.reference_engine.loading import (
     LoadError,
     ModelPlan,
@@ -57,15 +59,29 @@ class WorkerError(RuntimeError):
 
 
 class _Group:
-    """This process's place among the ranks."""
+    """This process's place among the ranks: gloo for everything, or for what the shared memory cannot carry."""
 
-    def __init__(self, store: Store, rank: int, world: int) -> None:
+    def __init__(self, store: Store, rank: int, plan: ModelPlan, lost: Callable[[], bool] = lambda: False) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        world = plan.tp_size
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
         group = dist.group.WORLD
         assert group is not None
         self._group = group
         self.rank, self.world = rank, world
+        self._exchange: Exchange | None = None
+        if plan.custom_all_reduce and usable():
+            self._exchange = self._map_memory(store, lost)
+
+    def _map_memory(self, store: Store, lost: Callable[[], bool]) -> Exchange:
+        if self.rank == 0:
+            store.set("memory", str(new_file(self.world)))
+        path = Path(store.get("memory").decode())
+        exchange = Exchange(path, self.rank, self.world, lost)
+        self._group.allreduce([torch.ones(1)]).wait()
+        if self.rank == 0:
+            path.unlink()
+        return exchange
 
     def shard(self) -> Shard:
         """This rank's part of the target."""
@@ -73,11 +89,15 @@ class _Group:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place; the same bits on each."""
+        if self._exchange is not None and x.numel() * x.element_size() <= CAPACITY:
+            return self._exchange.all_reduce(x)
         self._group.allreduce([x]).wait()
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's values on every rank, in place."""
+        if self._exchange is not None and x.numel() * x.element_size() <= CAPACITY:
+            return self._exchange.broadcast(x)
         self._group.broadcast(x, 0).wait()
         return x
 
@@ -126,8 +146,7 @@ class Workers:
             if process.exitcode is not None:
                 why = ": it chose other tokens" if process.exitcode == DIVERGED else ""
                 return (
-                    f"tensor-parallel rank {rank} (process {process.pid}) ended with exit code "
-                    f"{process.exitcode}{why}"
+                    f"tensor-parallel rank {rank} (process {process.pid}) ended with exit code {process.exitcode}{why}"
                 )
         return None
 
@@ -147,7 +166,7 @@ class MirroredDecoder(Decoder):
     def __init__(self, plan: ModelPlan, workers: Workers) -> None:
         """Join the ranks and load; the thread that does this is the one that decodes."""
         self.workers = workers
-        self._group = _Group(workers.store, 0, plan.tp_size)
+        self._group = _Group(workers.store, 0, plan, lambda: workers.death() is not None)
         target, drafter = load_models(plan, self._group.shard())
         budget = tree_budget(plan, drafter)
         super().__init__(target, drafter, method=plan.method, budget=budget, slots=plan.slots)
@@ -240,7 +259,7 @@ def _work(plan: ModelPlan, rank: int, port: int, parent: int) -> None:
     torch.set_num_threads(plan.threads)
     try:
         store = TCPStore(LOOPBACK, port, plan.tp_size, is_master=False)
-        group = _Group(store, rank, plan.tp_size)
+        group = _Group(store, rank, plan)
         with torch.inference_mode():
             decoder = build_decoder(plan, group.shard())
             group.all_reduce(torch.ones(1))

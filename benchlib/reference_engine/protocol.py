@@ -141,13 +141,10 @@ class Reader:
             raise BadRequest("The prompt is empty.")
         if len(ids) >= self._context:
             raise BadRequest(
-                f"The input ({len(ids)} tokens) is longer than the model's context length "
-                f"({self._context} tokens)."
+                f"The input ({len(ids)} tokens) is longer than the model's context length ({self._context} tokens)."
             )
         if not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            raise BadRequest(
-                f"input_ids holds ids outside the vocabulary of {self._vocab_size} tokens."
-            )
+            raise BadRequest(f"input_ids holds ids outside the vocabulary of {self._vocab_size} tokens.")
         return ids
 
     def _top_logprobs(self, body: dict[str, Any]) -> int | None:
@@ -157,18 +154,14 @@ class Reader:
         if not _flag(body, "return_logprob"):
             return None
         if self._algorithm:
-            raise BadRequest(
-                f"{self._algorithm} speculative decoding does not support return_logprob yet."
-            )
+            raise BadRequest(f"{self._algorithm} speculative decoding does not support return_logprob yet.")
         return top
 
     def _request(self, ids: list[int], parameters: dict[str, Any]) -> Request:
         _refuse_unknown(parameters, OWN_PARAMETERS | NEUTRAL.keys(), "sampling parameter")
         for name, allowed in NEUTRAL.items():
             if name in parameters and parameters[name] not in allowed:
-                raise BadRequest(
-                    f"{name}={parameters[name]!r} is not supported: only {allowed[0]!r}."
-                )
+                raise BadRequest(f"{name}={parameters[name]!r} is not supported: only {allowed[0]!r}.")
         longest = _integer(parameters, "max_new_tokens", MAX_NEW_TOKENS, 1, 1 << 31)
         if len(ids) + longest > self._context:
             raise BadRequest(
@@ -194,9 +187,7 @@ class Reader:
         stops = parameters.get("stop_token_ids")
         if stops is None:
             return ()
-        if not isinstance(stops, list) or not all(
-            type(i) is int and 0 <= i < self._vocab_size for i in stops
-        ):
+        if not isinstance(stops, list) or not all(type(i) is int and 0 <= i < self._vocab_size for i in stops):
             raise BadRequest("stop_token_ids must be a list of ids inside the vocabulary.")
         return tuple(dict.fromkeys(stops))
 

@@ -93,6 +93,11 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         help="processes the model is split over",
     )
     add("--threads", type=int, default=1, help="torch threads of each rank")
+    add(
+        "--disable-custom-all-reduce",
+        action="store_true",
+        help="sum over sockets (gloo) instead of shared memory",
+    )
     add("--linear-backend", choices=("auto", "packed", "plain"), default="auto", help="packed: weights laid out once "
         "for oneDNN; auto: packed where this torch can")  # fmt: skip
     add(
@@ -149,6 +154,7 @@ def _plan(options: argparse.Namespace) -> ModelPlan:
         slots=options.max_running_requests,
         tp_size=options.tp_size,
         threads=options.threads,
+        custom_all_reduce=not options.disable_custom_all_reduce,
         context_length=options.context_length,
         pack=options.linear_backend != "plain",
         dummy=options.load_format == "dummy",
@@ -171,9 +177,7 @@ def _load_tokenizer(folder: Path, config: TargetConfig) -> Tokenizer:
     except Exception as error:  # tokenizers raises nothing narrower
         raise LoadError(f"cannot read the tokenizer in {folder}: {error}") from error
     if tokenizer.vocab_size < config.vocab_size:
-        raise LoadError(
-            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}"
-        )
+        raise LoadError(f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
     return tokenizer
 
 
@@ -293,9 +297,7 @@ class _Server:
         self._ready_s: float | None = None
         loop = asyncio.get_running_loop()
         self._workers = (
-            Workers(plan, lambda message: _call_soon(loop, self._fail, message))
-            if plan.tp_size > 1
-            else None
+            Workers(plan, lambda message: _call_soon(loop, self._fail, message)) if plan.tp_size > 1 else None
         )
         self.batcher = Batcher(
             self._load,
@@ -398,9 +400,7 @@ class _Server:
             }
         )
         await response.prepare(request)
-        stream = Stream(
-            job, self.tokenizer.stream(), incremental=self.options.incremental_streaming_output
-        )
+        stream = Stream(job, self.tokenizer.stream(), incremental=self.options.incremental_streaming_output)
         interval = self.options.stream_interval
         try:
             while not job.done:
@@ -486,7 +486,8 @@ class _Server:
     def _arguments(self) -> dict[str, Any]:
         names = (
             "host port tp_size random_seed max_running_requests speculative_algorithm load_format threads "
-            "enable_metrics stream_interval incremental_streaming_output skip_server_warmup log_level"
+            "enable_metrics stream_interval incremental_streaming_output skip_server_warmup log_level "
+            "disable_custom_all_reduce"
         )
         return {name: getattr(self.options, name) for name in names.split()}
 

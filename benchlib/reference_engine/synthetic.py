@@ -187,9 +187,7 @@ def _operation(s: _Sheet, wanted: Callable[[_Sheet], tuple[str, int]]) -> tuple[
 def arithmetic(rng: random.Random) -> str:
     """Render a worksheet; mostly each answer is the next problem's number."""
     chained = rng.random() < 0.75
-    words = rng.choice(
-        [("Answer", "Key"), ("Result", "Key"), ("Answer", "Next key"), ("Result", "Now")]
-    )
+    words = rng.choice([("Answer", "Key"), ("Result", "Key"), ("Answer", "Next key"), ("Result", "Now")])
     s = _Sheet(
         rng,
         rng.randint(21, 900),
@@ -208,9 +206,7 @@ def arithmetic(rng: random.Random) -> str:
         head += ". Separate problems, each with new numbers."
     lines = [head]
     for i in range(1, rng.randint(16, 34)):
-        text, result = _operation(
-            s, cycle[(i - 1) % size] if rng.random() < 0.9 else rng.choice(cycle)
-        )
+        text, result = _operation(s, cycle[(i - 1) % size] if rng.random() < 0.9 else rng.choice(cycle))
         key = f"{words[1]} {s.key - s.step} + {s.step} = {s.key}. " if chained and i > 1 else ""
         lines.append(f"{i}. {key}{text}. {words[0]} {result}.")
         s.value = result
@@ -229,9 +225,7 @@ class _Walk:
     def next(self) -> str:
         """Return the next item."""
         jump = self.rng.random() < 0.12
-        self.at = (self.rng.randrange(len(self.items)) if jump else self.at + self.stride) % len(
-            self.items
-        )
+        self.at = (self.rng.randrange(len(self.items)) if jump else self.at + self.stride) % len(self.items)
         return self.items[self.at]
 
 

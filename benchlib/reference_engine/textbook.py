@@ -1033,9 +1033,7 @@ def _span(kind: str) -> tuple[int, int]:
 
 def _graph(rng: random.Random) -> dict[int, list[int]]:
     """Draw a small directed graph."""
-    return {
-        n: sorted(rng.sample([m for m in range(4) if m != n], rng.randint(1, 2))) for n in range(4)
-    }
+    return {n: sorted(rng.sample([m for m in range(4) if m != n], rng.randint(1, 2))) for n in range(4)}
 
 
 def _argument(rng: random.Random, kind: str, before: list[Any]) -> Any:
@@ -1056,9 +1054,7 @@ def _argument(rng: random.Random, kind: str, before: list[Any]) -> Any:
         case "p":
             return rng.choice(_MIRRORS if rng.random() < 0.5 else _WORDS)
         case "r":
-            return "".join(
-                rng.choice("abxyz") * rng.randint(1, 4) for _ in range(rng.randint(2, 4))
-            )
+            return "".join(rng.choice("abxyz") * rng.randint(1, 4) for _ in range(rng.randint(2, 4)))
         case "m":
             return [[rng.randint(0, 9) for _ in range(2)] for _ in range(2)]
         case "k":

@@ -135,9 +135,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float()
-        return (
-            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (self.weight + self.offset)
-        )
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (self.weight + self.offset)
 
 
 def linear(inputs: int, outputs: int, scale: float = 1.0) -> nn.Linear:
@@ -202,9 +200,7 @@ def mix_heads(qkv: Tensor, conv: Tensor, g: Tensor, beta: Tensor, key_heads: int
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     repeat = v.shape[1] // key_heads
     q, k = (x.repeat_interleave(repeat, 1) for x in (q * d**-0.5, k))
-    return delta_rule(q, k, v, g.float().transpose(1, 2), beta.float().transpose(1, 2)).transpose(
-        1, 2
-    )
+    return delta_rule(q, k, v, g.float().transpose(1, 2), beta.float().transpose(1, 2)).transpose(1, 2)
 
 
 class GatedDeltaNet(nn.Module):
@@ -232,9 +228,7 @@ class GatedDeltaNet(nn.Module):
         g = -self.A_log.exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias)
         beta = self.in_proj_b(x).float().sigmoid()
         with torch.autocast(x.device.type, enabled=False):
-            mixed = _mix(
-                self.in_proj_qkv(x), self.conv1d.weight.squeeze(1), g, beta, self.key_heads, self.d
-            )
+            mixed = _mix(self.in_proj_qkv(x), self.conv1d.weight.squeeze(1), g, beta, self.key_heads, self.d)
         mixed = self.norm(mixed).flatten(2) * F.silu(self.in_proj_z(x).float())
         out: Tensor = self.out_proj(mixed)
         return out
@@ -260,9 +254,7 @@ class GatedAttention(nn.Module):
         v = self.v_proj(x).view(b, t, -1, self.d).transpose(1, 2)
         q, k = q.to(v.dtype), k.to(v.dtype)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out: Tensor = self.o_proj(
-            mixed.transpose(1, 2).reshape(b, t, -1) * gate.reshape(b, t, -1).sigmoid()
-        )
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(b, t, -1) * gate.reshape(b, t, -1).sigmoid())
         return out
 
 
@@ -342,9 +334,7 @@ class DraftAttention(nn.Module):
                        torch.cat([context_sin.expand(b, -1, -1, -1), sin], 1))  # fmt: skip
         v = self.v_proj(everything).view(b, everything.shape[1], -1, self.d)
         q, k, v = (y.transpose(1, 2).to(v.dtype) for y in (q, k, v))
-        k, v = (
-            y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v)
-        )  # no kernel has GQA and a mask
+        k, v = (y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v))  # no kernel has GQA and a mask
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(b, t, -1))
         return out
@@ -388,14 +378,10 @@ class TrainDrafter(nn.Module):
         context = self.hidden_norm(self.fc(taps))
         x = embedding[self.config.mask_token_id].expand(b, m, block, -1).clone()
         x[:, :, 0] = embedding[tokens.gather(1, anchors)]
-        positions = (anchors[..., None] + torch.arange(block, device=tokens.device)).flatten(
-            1
-        )  # (B, M * block)
+        positions = (anchors[..., None] + torch.arange(block, device=tokens.device)).flatten(1)  # (B, M * block)
         rope = (self.cos[positions][:, :, None], self.sin[positions][:, :, None])
         rope += (self.cos[None, :t, None], self.sin[None, :t, None])
-        before = (
-            torch.arange(t, device=tokens.device) < anchors.repeat_interleave(block, 1)[..., None]
-        )  # (B, Mb, T)
+        before = torch.arange(t, device=tokens.device) < anchors.repeat_interleave(block, 1)[..., None]  # (B, Mb, T)
         same = torch.arange(m, device=tokens.device).repeat_interleave(block)
         inside = (same[:, None] == same).expand(b, -1, -1)
         mask = torch.cat([before, inside], -1)[:, None]
@@ -414,9 +400,7 @@ class Muon(torch.optim.Optimizer):
     The step is scaled by 0.2 * sqrt(longest side), so that a learning rate means what it means to AdamW.
     """
 
-    def __init__(
-        self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.1
-    ) -> None:
+    def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.1) -> None:
         groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for p in parameters:
             groups.setdefault(tuple(p.shape), []).append(p)
@@ -461,9 +445,7 @@ class Trainer:
         chosen = {id(p) for p in matrices}
         others = [p for _, p in named if id(p) not in chosen]
         self.optimisers: list[torch.optim.Optimizer] = [Muon(matrices, rate)]
-        self.optimisers.append(
-            torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-        )
+        self.optimisers.append(torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0))
         self.rate = rate
 
     @property
@@ -503,15 +485,11 @@ def use_compiler(enabled: bool) -> None:
             kind.forward = torch.compile(kind.forward, dynamic=True)  # type: ignore[method-assign]
 
 
-def sample_windows(
-    tokens: Tensor, starts: Tensor, count: int, length: int, generator: torch.Generator
-) -> Tensor:
+def sample_windows(tokens: Tensor, starts: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
     """Windows (count, length): half begin at a document's start, half anywhere."""
     half = count // 2
     picked = starts[torch.randint(len(starts), (half,), generator=generator, device=tokens.device)]
-    anywhere = torch.randint(
-        len(tokens) - length, (count - half,), generator=generator, device=tokens.device
-    )
+    anywhere = torch.randint(len(tokens) - length, (count - half,), generator=generator, device=tokens.device)
     first = torch.cat([picked.clamp(max=len(tokens) - length), anywhere])
     return tokens[first[:, None] + torch.arange(length, device=tokens.device)].long()
 
@@ -574,9 +552,7 @@ def make_tokens(run: Run, workers: int) -> None:
     tokenizer = bpe.train(sample_texts(s, mixture), s.vocab_size)
     tokenizer.save(run.out / "target", max_length=MAX_POSITIONS)
     log.info("tokenizer trained after %.0f s", time.monotonic() - begun)
-    train = corpus.build_tokens(
-        tokenizer, s.tokens, s.seed, workers or os.cpu_count() or 1, mixture=mixture
-    )
+    train = corpus.build_tokens(tokenizer, s.tokens, s.seed, workers or os.cpu_count() or 1, mixture=mixture)
     held = {}
     for kind in mixture:
         texts = corpus.evaluation_documents(kind, 40)
@@ -638,11 +614,7 @@ def held_out_loss(run: Run, model: TrainTarget, held: Tensor) -> float:
     for part in windows.split(run.s.batch):
         with run.autocast(), torch.compiler.set_stance("force_eager"):
             hidden, _ = model(part[:, :-1])
-            losses.append(
-                token_loss(
-                    hidden.flatten(0, 1), model.model.embed_tokens.weight, part[:, 1:].flatten()
-                )
-            )
+            losses.append(token_loss(hidden.flatten(0, 1), model.model.embed_tokens.weight, part[:, 1:].flatten()))
     return torch.cat(losses).mean().item()
 
 
@@ -651,20 +623,14 @@ def make_rollouts(run: Run) -> None:
     """Stage 3: three quarters greedy, one quarter sampled at temperature 0.8."""
     s, begun = run.s, time.monotonic()
     tokens, starts, _ = run.tokens()
-    target = Target(
-        target_config(s, run.tokenizer), load_weights(run.out / "target"), device=run.device
-    )
+    target = Target(target_config(s, run.tokenizer), load_weights(run.out / "target"), device=run.device)
     parts = []
     for done in range(0, s.rollouts, s.rollout_batch):
         count = min(s.rollout_batch, s.rollouts - done)
-        picked = starts[
-            torch.randint(len(starts), (count,), generator=run.generator, device=run.device)
-        ]
+        picked = starts[torch.randint(len(starts), (count,), generator=run.generator, device=run.device)]
         prompts = tokens[picked.clamp(max=len(tokens) - s.rollout_prompt)[:, None]
                          + torch.arange(s.rollout_prompt, device=run.device)].long()  # fmt: skip
-        parts.append(
-            continue_prompts(target, prompts, s.sequence, run.generator).to(torch.int16).cpu()
-        )
+        parts.append(continue_prompts(target, prompts, s.sequence, run.generator).to(torch.int16).cpu())
     rollouts = torch.cat(parts).numpy()
     np.save(run.work / "rollouts.npy", rollouts)
     run.note(
@@ -675,9 +641,7 @@ def make_rollouts(run: Run) -> None:
     )
 
 
-def continue_prompts(
-    target: Target, prompts: Tensor, length: int, generator: torch.Generator
-) -> Tensor:
+def continue_prompts(target: Target, prompts: Tensor, length: int, generator: torch.Generator) -> Tensor:
     """Continue (B, P) prompts to (B, length); the last quarter of the batch is sampled, the others are greedy."""
     batch, prompt = prompts.shape
     cache, slots = Cache(target, batch, length + CHUNK), list(range(batch))
@@ -706,9 +670,7 @@ def draft_batches(run: Run, rollouts: Tensor, batch: int) -> Iterator[tuple[Tens
     last = rollouts.shape[1] - s.block_size
     while True:
         rows = torch.randint(len(rollouts), (batch,), generator=run.generator, device=run.device)
-        anchors = torch.randint(
-            8, last + 1, (batch, s.anchors), generator=run.generator, device=run.device
-        )
+        anchors = torch.randint(8, last + 1, (batch, s.anchors), generator=run.generator, device=run.device)
         yield rollouts[rows].long(), anchors.sort(1).values
 
 
@@ -732,9 +694,7 @@ def train_drafter(run: Run) -> None:
                 _, taps = target(tokens)
             hidden = drafter(taps, tokens, anchors, embedding)
             labels = block_labels(tokens, anchors, s.block_size)
-            losses = token_loss(hidden.flatten(0, 2), embedding, labels.flatten()).view(
-                labels.shape
-            )
+            losses = token_loss(hidden.flatten(0, 2), embedding, labels.flatten()).view(labels.shape)
             loss = (losses * weights).sum(-1).mean() / weights.sum()
         trainer.update(loss)
         if trainer.step_count % 200 == 0:
@@ -760,9 +720,7 @@ def block_labels(tokens: Tensor, anchors: Tensor, block: int) -> Tensor:
 
 
 @torch.no_grad()
-def held_out_accept(
-    run: Run, target: TrainTarget, drafter: TrainDrafter, rollouts: Tensor
-) -> float:
+def held_out_accept(run: Run, target: TrainTarget, drafter: TrainDrafter, rollouts: Tensor) -> float:
     """Mean accept length (bonus included) of the argmax chain at random anchors of held-out rollouts."""
     lengths = []
     batches = draft_batches(run, rollouts, run.s.draft_batch)
@@ -786,42 +744,25 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
 
     folder.mkdir(parents=True, exist_ok=True)
     keep = ("A_log", "dt_bias")
-    tensors = {
-        k: (v if k.endswith(keep) else v.to(torch.bfloat16)).contiguous().cpu()
-        for k, v in state.items()
-    }
+    tensors = {k: (v if k.endswith(keep) else v.to(torch.bfloat16)).contiguous().cpu() for k, v in state.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def _device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU ({platform.machine()})"
-    )
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchlib.reference_engine.train", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for weights, tokenizer and model card"
-    )
-    parser.add_argument(
-        "--tiny", action="store_true", help="a very small pair, in about a minute on a CPU"
-    )
-    parser.add_argument(
-        "--stages", default="tokens,target,rollouts,drafter", help="which stages, by name, in order"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for weights, tokenizer and model card")
+    parser.add_argument("--tiny", action="store_true", help="a very small pair, in about a minute on a CPU")
+    parser.add_argument("--stages", default="tokens,target,rollouts,drafter", help="which stages, by name, in order")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--workers", type=int, default=0, help="processes that build the corpus; 0: one a core"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="replace one setting"
-    )
+    parser.add_argument("--workers", type=int, default=0, help="processes that build the corpus; 0: one a core")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace one setting")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     settings = TINY if args.tiny else Settings()

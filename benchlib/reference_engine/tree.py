@@ -43,9 +43,7 @@ class DraftTree:
         return 1.0 + float(np.exp(self.log_probs[1:]).sum())
 
 
-def build_tree(
-    anchor: int, log_probs: NDArray[np.floating], tokens: NDArray[np.integer], budget: int
-) -> DraftTree:
+def build_tree(anchor: int, log_probs: NDArray[np.floating], tokens: NDArray[np.integer], budget: int) -> DraftTree:
     """The `budget` most probable prefixes of the slots' candidates, below `anchor`.
 
     `log_probs` and `tokens` are (slots, K), each row sorted by falling probability; the tree is exactly best-first
@@ -77,16 +75,12 @@ def build_tree(
     return tree
 
 
-def build_chain(
-    anchor: int, log_probs: NDArray[np.floating], tokens: NDArray[np.integer]
-) -> DraftTree:
+def build_chain(anchor: int, log_probs: NDArray[np.floating], tokens: NDArray[np.integer]) -> DraftTree:
     """The first candidate of every slot, one below the other: DFlash without branches. Arrays are (slots, >=1)."""
     drafted: list[int] = tokens[:, 0].tolist()
     count = len(drafted) + 1
     sums: list[float] = np.cumsum(log_probs[:, 0]).tolist()
-    return DraftTree(
-        [anchor, *drafted], list(range(-1, count - 1)), list(range(count)), [0.0, *sums]
-    )
+    return DraftTree([anchor, *drafted], list(range(-1, count - 1)), list(range(count)), [0.0, *sums])
 
 
 def ancestor_matrix(parents: Sequence[int]) -> NDArray[np.float32]:
@@ -104,9 +98,7 @@ def convolution_index(parents: Sequence[int], kernel: int) -> NDArray[np.int64]:
     Indices count over [kernel - 1 inputs of history, T inputs of this forward].
     """
     history = kernel - 1
-    above = np.concatenate(
-        [np.maximum(np.arange(-1, history - 1), 0), np.asarray(parents) + history]
-    )
+    above = np.concatenate([np.maximum(np.arange(-1, history - 1), 0), np.asarray(parents) + history])
     columns = [np.arange(len(parents)) + history]
     for _ in range(history):
         columns.append(above[columns[-1]])
@@ -119,8 +111,7 @@ def accepted_path(tree: DraftTree, chosen: Sequence[int]) -> tuple[list[int], in
     `chosen[i]` is what the target picked, greedily or by sampling, after node i.
     """
     children = {
-        (parent, token): node
-        for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
+        (parent, token): node for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
     }
     path = [0]
     while (following := children.get((path[-1], chosen[path[-1]]))) is not None:

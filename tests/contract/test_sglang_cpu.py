@@ -19,9 +19,7 @@ from benchlib.sweep import run_sweep, select_runs
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.skipif(
-        "BENCHLIB_SGLANG_PYTHON" not in os.environ, reason="BENCHLIB_SGLANG_PYTHON is not set"
-    ),
+    pytest.mark.skipif("BENCHLIB_SGLANG_PYTHON" not in os.environ, reason="BENCHLIB_SGLANG_PYTHON is not set"),
 ]
 LAPTOP = Path(__file__).parents[2] / "notebooks" / "sweeps" / "laptop.toml"
 
