@@ -119,12 +119,7 @@ def log_ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, flo
     vx, vy = _variance(x) / len(x), _variance(y) / len(y)
     error = math.sqrt(vx + vy)
     if error == 0:
-        return (
-            math.exp(difference),
-            math.exp(difference),
-            math.exp(difference),
-            float(difference == 0),
-        )
+        return (math.exp(difference), math.exp(difference), math.exp(difference), float(difference == 0))
     df = (vx + vy) ** 2 / (vx**2 / (len(x) - 1) + vy**2 / (len(y) - 1))
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, df)) * error
     p_value = 2 * float(stats.t.sf(abs(difference) / error, df))
@@ -288,12 +283,7 @@ def _scaling(base: Row, cell: Row, ideal: float, vary: Iterable[str]) -> dict[st
         found = asdict(compare(base, cell, vary=vary))
     except ComparisonError as error:
         return {"scaling_note": str(error)}
-    names = {
-        "ratio": "scaling",
-        "low": "scaling_low",
-        "high": "scaling_high",
-        "verdict": "scaling_note",
-    }
+    names = {"ratio": "scaling", "low": "scaling_low", "high": "scaling_high", "verdict": "scaling_note"}
     return {"ideal": ideal, "efficiency": found["ratio"] / ideal} | {new: found[old] for old, new in names.items()}
 
 

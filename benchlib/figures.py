@@ -41,18 +41,8 @@ _RC: dict[str, Any] = {
     **{"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none", "font.family": "DejaVu Sans"},
     **{"font.size": 8, "axes.titlesize": 9, "axes.labelsize": 8, "legend.fontsize": 7},
     **{"xtick.labelsize": 7, "ytick.labelsize": 7, "hatch.linewidth": 0.7, "axes.linewidth": 0.7},
-    **{
-        "grid.linewidth": 0.5,
-        "grid.color": "#DDDDDD",
-        "lines.linewidth": 1.3,
-        "lines.markersize": 4.5,
-    },
-    **{
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-        "axes.axisbelow": True,
-    },
+    **{"grid.linewidth": 0.5, "grid.color": "#DDDDDD", "lines.linewidth": 1.3, "lines.markersize": 4.5},
+    **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "axes.axisbelow": True},
 }
 
 
@@ -211,14 +201,7 @@ def _draw_speedup(axis: Axes, rows: Sequence[Row]) -> None:
     _bars(axis, rows, "speedup", range(len(rows)), 0.72)
     for at, row in enumerate(rows):
         top = row["speedup_high"]
-        axis.annotate(
-            f"{row['speedup']:.2f}",
-            (at, top),
-            (0, 2),
-            textcoords="offset points",
-            ha="center",
-            fontsize=7,
-        )
+        axis.annotate(f"{row['speedup']:.2f}", (at, top), (0, 2), textcoords="offset points", ha="center", fontsize=7)
     axis.axhline(1, color="#222222", linewidth=0.8, linestyle="--")
     axis.set_xticks(range(len(rows)), [_short(row) for row in rows])
     axis.set_ylabel(METRICS["speedup"].axis)
@@ -246,10 +229,7 @@ def _draw_prompts(axis: Axes, rows: Sequence[Row]) -> None:
 
 def _draw_by_verify(key: str, bottom: float) -> Callable[[Axes, Sequence[Row]], None]:
     def draw(axis: Axes, rows: Sequence[Row]) -> None:
-        points = sorted(
-            (r for r in rows if r["verify_tokens"]),
-            key=lambda r: (r["verify_tokens"], _method_order(r)),
-        )
+        points = sorted((r for r in rows if r["verify_tokens"]), key=lambda r: (r["verify_tokens"], _method_order(r)))
         tree = [(r["verify_tokens"], r[key]) for r in points if r["method"] == "ddtree"]
         axis.plot([x for x, _ in tree], [y for _, y in tree], color="#BBBBBB", zorder=1)
         for row in rows:
@@ -286,15 +266,7 @@ def _draw_histogram(axis: Axes, rows: Sequence[Row]) -> None:
     counts = row["drafts_histogram"]
     shares = [100 * n / sum(counts) for n in counts]
     colour, _, hatch = _style(row)
-    axis.bar(
-        range(len(counts)),
-        shares,
-        0.86,
-        color=colour,
-        hatch=hatch,
-        edgecolor="white",
-        linewidth=0.3,
-    )
+    axis.bar(range(len(counts)), shares, 0.86, color=colour, hatch=hatch, edgecolor="white", linewidth=0.3)
     axis.set_xlabel("Accepted drafts")
     axis.set_ylabel("Verify steps (%)")
     axis.set_xticks(range(0, len(counts), 5))
@@ -322,13 +294,7 @@ def _draw_scaling(axis: Axes, rows: Sequence[Row]) -> None:
         )
     axis.axvline(ideal, color="#222222", linestyle="--", linewidth=1)
     axis.annotate(
-        "ideal",
-        (ideal, len(rows) - 0.5),
-        (-3, 0),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        fontsize=7,
+        "ideal", (ideal, len(rows) - 0.5), (-3, 0), textcoords="offset points", ha="right", va="top", fontsize=7
     )
     axis.set_yticks(range(len(rows)), [row["label"] for row in rows])
     axis.set_ylim(-0.6, len(rows) - 0.4)

@@ -300,27 +300,11 @@ def _pooled_round(group: list[Row]) -> Row:
     }
 
 
-_SUMMED = (
-    "decode_s",
-    "decode_tokens",
-    "decode_steps",
-    "completion_tokens",
-    "verify_ct",
-    "correct_drafts",
-)
+_SUMMED = ("decode_s", "decode_tokens", "decode_steps", "completion_tokens", "verify_ct", "correct_drafts")
 
 
 def _shared(row: Row) -> Row:
-    keys = (
-        "run",
-        "label",
-        "start",
-        "n_prompts",
-        *CONDITION_FIELDS,
-        *CELL_FIELDS,
-        "round",
-        "prompt_sha256",
-    )
+    keys = ("run", "label", "start", "n_prompts", *CONDITION_FIELDS, *CELL_FIELDS, "round", "prompt_sha256")
     return {key: row[key] for key in keys}
 
 

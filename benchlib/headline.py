@@ -12,26 +12,10 @@ from benchlib.compare import BASELINE, ONE_START
 from benchlib.frames import ALL, rows_of
 from benchlib.typeset import escape_tex, redact
 
-__all__ = [
-    "build_headline",
-    "build_macros",
-    "group_heading",
-    "group_of",
-    "save_macros",
-    "source_note",
-    "span",
-]
+__all__ = ["build_headline", "build_macros", "group_heading", "group_of", "save_macros", "source_note", "span"]
 
 Row = Mapping[str, Any]
-GROUP_FIELDS = (
-    "campaign",
-    "engine",
-    "weights",
-    "simulated",
-    "tp_size",
-    "max_new_tokens",
-    "concurrency",
-)
+GROUP_FIELDS = ("campaign", "engine", "weights", "simulated", "tp_size", "max_new_tokens", "concurrency")
 
 
 def group_of(row: Row) -> tuple[Any, ...]:
@@ -45,10 +29,7 @@ def group_heading(row: Row, *, campaign: bool = False) -> str:
     many = row.get("concurrency") or 1
     parts = [f"TP {row['tp_size']}"] if row.get("tp_size") else ["unreadable records"]
     if row.get("max_new_tokens"):
-        parts += [
-            f"{row['max_new_tokens']} new tokens",
-            f"{many} request{'s' * (many > 1)} at once",
-        ]
+        parts += [f"{row['max_new_tokens']} new tokens", f"{many} request{'s' * (many > 1)} at once"]
     parts += ["random weights"] * (row.get("weights") == "random")
     parts += ["simulated acceptance"] * bool(row.get("simulated"))
     return " · ".join([row["campaign"]] * campaign + parts)
@@ -147,13 +128,6 @@ def _text(value: float | None, decimals: int) -> str:
 
 
 def _numbers(prefix: str, row: Row) -> dict[str, str]:
-    decimals = {
-        "decode_tok_s": 1,
-        "speedup": 2,
-        "speedup_low": 2,
-        "speedup_high": 2,
-        "accept_length": 2,
-        "step_ms": 2,
-    }
+    decimals = {"decode_tok_s": 1, "speedup": 2, "speedup_low": 2, "speedup_high": 2, "accept_length": 2, "step_ms": 2}
     names = {key: "".join(part.capitalize() for part in key.split("_")) for key in decimals}
     return {f"{prefix}{names[key]}": _text(row.get(key), digits) for key, digits in decimals.items()}

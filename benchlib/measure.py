@@ -38,6 +38,8 @@ FLUSH_ATTEMPTS = 20
 FLUSH_PAUSE_S = 0.05
 # Two different cells failing whole, one after the other, is a sick server and not a bad prompt.
 MAX_FAILED_ROUNDS = 2
+# Enough for a prompt's prefill and a few rounds of decoding: what is compiled or captured lazily is, by then.
+WARMUP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +188,13 @@ def _rounds(spec: RunSpec, cells: Sequence[Cell]) -> Iterator[tuple[Cell, int, b
 def _measure_round(session: _Session, cell: Cell, number: int, warmup: bool) -> None:
     _flush(session)
     spec = session.spec
+    asked = min(cell.max_new_tokens, WARMUP_TOKENS) if warmup else cell.max_new_tokens
     body = {
         **cell.prompt.payload,
         "stream": True,
         "sampling_params": {
             "temperature": spec.workload.temperature,
-            "max_new_tokens": cell.max_new_tokens,
+            "max_new_tokens": asked,
             "ignore_eos": spec.workload.ignore_eos,
         },
     }
@@ -203,7 +206,7 @@ def _measure_round(session: _Session, cell: Cell, number: int, warmup: bool) -> 
             epoch=session.epoch,
             ignore_eos=spec.workload.ignore_eos,
             prompt=cell.prompt.name,
-            max_new_tokens=cell.max_new_tokens,
+            max_new_tokens=asked,
             concurrency=cell.concurrency,
             round=number,
             stream=stream,

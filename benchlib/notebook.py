@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -28,10 +29,13 @@ def read_parameters(notebook: Path) -> set[str]:
     return set(papermill.inspect_notebook(str(notebook)))
 
 
-def execute_notebook(source: Path, output: Path, parameters: dict[str, Any]) -> str | None:
+def execute_notebook(
+    source: Path, output: Path, parameters: dict[str, Any], *, watch: Callable[[], object] = lambda: None
+) -> str | None:
     """Execute a notebook by papermill in a kernel of this very interpreter; what failed, or None.
 
-    The executed copy stays at `output` either way. An interrupt kills the kernel and propagates.
+    The executed copy stays at `output` either way. `watch` is called a few times a second meanwhile. What it raises,
+    or an interrupt, kills the kernel and propagates.
     """
     # In a thread, because papermill's client takes over the signals of the main one and so hides an interrupt.
     with (
@@ -42,7 +46,7 @@ def execute_notebook(source: Path, output: Path, parameters: dict[str, Any]) -> 
         future = pool.submit(_papermill, source, output, parameters, manager)
         try:
             while not wait([future], JOIN_S).done:
-                pass
+                watch()
         finally:
             for pid in manager.pids:
                 with suppress(ProcessLookupError, PermissionError):

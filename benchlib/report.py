@@ -73,13 +73,7 @@ def build_pdf(out: Path) -> tuple[Path | None, str | None]:
     if latexmk is None:
         return None, f"latexmk is not installed; on Debian: apt-get install {LATEX_PACKAGES}"
     with tempfile.TemporaryDirectory() as build:
-        flags = [
-            "-pdf",
-            "-interaction=nonstopmode",
-            "-halt-on-error",
-            "-jobname=report",
-            f"-outdir={build}",
-        ]
+        flags = ["-pdf", "-interaction=nonstopmode", "-halt-on-error", "-jobname=report", f"-outdir={build}"]
         try:
             done = subprocess.run(
                 [latexmk, *flags, "main.tex"],

@@ -28,7 +28,7 @@ from benchlib.record import ServerRecord, write_atomic
 from benchlib.spec import RunSpec
 from benchlib.stream import request_record
 
-__all__ = ["SERVER_FILE", "Server", "attach_server", "open_server", "start_server"]
+__all__ = ["SERVER_FILE", "Server", "Starting", "attach_server", "open_server", "start_server"]
 
 HOST = "127.0.0.1"
 LOG_FILE = "server.log"
@@ -89,13 +89,23 @@ class Server:
 def open_server(spec: RunSpec, *, folder: Path, url: str = "") -> Server:
     """The server that measures `spec`: the one at `url`, the one `spec.attach` names, or a new one."""
     if url:
-        path = folder / SERVER_FILE
-        held = ServerRecord.model_validate_json(path.read_bytes()) if path.is_file() else None
+        held = _held(folder / SERVER_FILE, url, spec.startup_timeout_s)
         # The sweep that started and checked it left its record here; an address alone is somebody else's server.
-        if held is not None and held.url == url:
-            return Server(held)
-        return attach_server(spec, url=url)
+        return Server(held) if held is not None else attach_server(spec, url=url)
     return attach_server(spec, url=spec.attach) if spec.attach else start_server(spec, folder=folder)
+
+
+def _held(path: Path, url: str, timeout_s: float) -> ServerRecord | None:
+    """The record of a sweep's server at `url`, waited for while that starts; None: no sweep holds one there."""
+    until = time.monotonic() + timeout_s
+    while path.is_file():
+        held = ServerRecord.model_validate_json(path.read_bytes())
+        if held.url != url or held.startup_s is not None:
+            return held if held.url == url else None
+        if time.monotonic() > until:
+            raise ServerError(f"the server at {url} was not ready after {timeout_s:g} s (startup_timeout_s)")
+        time.sleep(POLL_S / 4)
+    return None
 
 
 def attach_server(spec: RunSpec, *, url: str) -> Server:
@@ -110,37 +120,83 @@ def attach_server(spec: RunSpec, *, url: str) -> Server:
 
 
 def start_server(spec: RunSpec, *, folder: Path, port: int | None = None) -> Server:
-    """Start a server, wait until it is ready, and leave its record as `server.json` in `folder`.
+    """Start a server and wait until it is ready.
 
     Raises UnavailableError before anything starts, ServerError with the log's last lines when it does not come up.
     """
-    port = port or _free_port()
-    launch = build_launch(spec, host=HOST, port=port)
-    folder.mkdir(parents=True, exist_ok=True)
-    holder = _Holder(launch, folder / LOG_FILE)
+    starting = Starting(spec, folder=folder, port=port)
     try:
-        url = f"http://{HOST}:{port}"
-        _wait_ready(holder, url, port, spec.startup_timeout_s)
-        startup_s = time.monotonic() - holder.started
-        info = get_json(f"{url}/server_info")
-        check_server_info(spec, info)
-        record = ServerRecord(
-            url=url,
+        while (server := starting.poll()) is None:
+            time.sleep(POLL_S)
+    except BaseException:
+        starting.stop()
+        raise
+    return server
+
+
+class Starting:
+    """A server on its way; a context manager that ends it. Its address is known and in `server.json` at once.
+
+    Others may thus get ready meanwhile: a notebook's kernel takes as long to start as a small server.
+    """
+
+    def __init__(self, spec: RunSpec, *, folder: Path, port: int | None = None) -> None:
+        self._spec, self._port = spec, port or _free_port()
+        launch = build_launch(spec, host=HOST, port=self._port)
+        self._path = folder / SERVER_FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        self._holder = _Holder(launch, folder / LOG_FILE)
+        self.server: Server | None = None
+        self.record = ServerRecord(
+            url=f"http://{HOST}:{self._port}",
             argv=tuple(_scrub(argument) for argument in launch.argv),
             env={name: _scrub(value) for name, value in launch.env.items() if not _secret(name)},
-            pid=holder.pid,
-            startup_s=startup_s,
+            pid=self._holder.pid,
             log=LOG_FILE,
         )
-        record = _with_info(record, info)
-        write_atomic(folder / SERVER_FILE, record.model_dump_json(indent=1).encode())
-    except RequestError as error:
-        holder.stop()
-        raise holder.failure(f"stopped answering: {error}") from error
-    except BaseException:
-        holder.stop()
-        raise
-    return Server(record, holder)
+        self._write()
+
+    def poll(self) -> Server | None:
+        """The server once it is ready; ServerError when it died, is too late, or is not the one planned."""
+        if self.server is None and self._is_ready():
+            try:
+                self._finish()
+            except RequestError as error:
+                raise self._holder.failure(f"stopped answering: {error}") from error
+        return self.server
+
+    def _finish(self) -> None:
+        holder, limit = self._holder, self._holder.started + self._spec.startup_timeout_s
+        _send_canary(holder, self.record.url, max(limit - time.monotonic(), 1.0))
+        startup_s = time.monotonic() - holder.started
+        info = get_json(f"{self.record.url}/server_info")
+        check_server_info(self._spec, info)
+        self.record = _with_info(self.record.model_copy(update={"startup_s": startup_s}), info)
+        self._write()
+        self.server = Server(self.record, holder)
+
+    def _is_ready(self) -> bool:
+        holder, limit = self._holder, self._spec.startup_timeout_s
+        if (code := holder.exit_code()) is not None:
+            raise holder.failure(f"exited with code {code} after {holder.seconds:.1f} s, before it was ready")
+        if holder.seconds > limit:
+            raise holder.failure(f"was not ready after {limit:g} s (startup_timeout_s)")
+        return _says_ready(self.record.url) and _owns_port(holder.pid, self._port)
+
+    def _write(self) -> None:
+        write_atomic(self._path, self.record.model_dump_json(indent=1).encode())
+
+    def stop(self) -> None:
+        """End the server's whole process group. ServerError if anything survives."""
+        self._holder.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
 
 
 class _Holder:
@@ -213,19 +269,6 @@ def _survivors(leader: int, family: Iterable[psutil.Process]) -> list[psutil.Pro
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
                 found.add(process)
     return list(found)
-
-
-def _wait_ready(holder: _Holder, url: str, port: int, timeout_s: float) -> None:
-    deadline = holder.started + timeout_s
-    while True:
-        if (code := holder.exit_code()) is not None:
-            raise holder.failure(f"exited with code {code} after {holder.seconds:.1f} s, before it was ready")
-        if time.monotonic() > deadline:
-            raise holder.failure(f"was not ready after {timeout_s:g} s (startup_timeout_s)")
-        if _says_ready(url) and _owns_port(holder.pid, port):
-            break
-        time.sleep(POLL_S)
-    _send_canary(holder, url, max(deadline - time.monotonic(), 1.0))
 
 
 def _says_ready(url: str) -> bool:

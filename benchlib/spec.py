@@ -59,7 +59,7 @@ class Workload(Frozen):
     prompt_set: PromptSet = "openings"
     max_new_tokens: tuple[Positive, ...] = Field((256,), min_length=1)
     concurrency: tuple[Positive, ...] = Field((1,), min_length=1)
-    warmups: int = Field(1, ge=0, description="untimed requests before each cell, kept in the record apart")
+    warmups: int = Field(1, ge=0, description="untimed rounds of each cell, of 32 tokens at most, kept apart")
     repeats: int = Field(3, ge=1, description="timed rounds of each cell; a round is `concurrency` requests at once")
     temperature: float = Field(0.0, ge=0.0)
     ignore_eos: bool = True

@@ -32,7 +32,7 @@ from benchlib.record import (
     run_identity,
     save_run,
 )
-from benchlib.server import Server, open_server
+from benchlib.server import Starting, attach_server
 from benchlib.spec import RunSpec, Sweep
 
 __all__ = [
@@ -114,9 +114,10 @@ def _run_one(spec: RunSpec, results: Path, notebook: Path, force: bool) -> Outco
     started_at = datetime.now().astimezone().isoformat(timespec="seconds")
     server: ServerRecord | None = None
     try:
-        with open_server(spec, folder=folder) as opened:
+        with attach_server(spec, url=spec.attach) if spec.attach else Starting(spec, folder=folder) as opened:
+            watch = opened.poll if isinstance(opened, Starting) else lambda: None
+            error = _measure(spec, results, notebook, folder, opened.record.url, watch)
             server = opened.record
-            error = _measure(spec, results, notebook, folder, opened)
     except BenchlibError as failure:
         error = str(failure)
     seconds = time.monotonic() - began
@@ -144,14 +145,12 @@ def _run_one(spec: RunSpec, results: Path, notebook: Path, force: bool) -> Outco
     return Outcome(spec, record.status, seconds, record.error)
 
 
-def _measure(spec: RunSpec, results: Path, notebook: Path, folder: Path, server: Server) -> str | None:
-    """Execute the notebook on the server; what went wrong, if it says so itself."""
-    parameters = {
-        **spec.to_parameters(),
-        "server_url": server.record.url,
-        "results_dir": str(results),
-    }
-    return execute_notebook(notebook, folder / "notebook.ipynb", parameters)
+def _measure(
+    spec: RunSpec, results: Path, notebook: Path, folder: Path, url: str, watch: Callable[[], object]
+) -> str | None:
+    """Execute the notebook, which waits for the server, while `watch` sees to that; what went wrong, if it says so."""
+    parameters = {**spec.to_parameters(), "server_url": url, "results_dir": str(results)}
+    return execute_notebook(notebook, folder / "notebook.ipynb", parameters, watch=watch)
 
 
 def _state(spec: RunSpec, results: Path) -> RunState:

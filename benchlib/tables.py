@@ -52,11 +52,7 @@ _CITED = (
     ("TP 1, DDTree b15 over autoregressive, 256 tokens", "4.7 ×", (1, "ddtree", 15, "speedup")),
     ("TP 1, DDTree b15 over autoregressive, 1024 tokens", "6.5 × (about 173 tok/s)", None),
     ("TP 1, DDTree b15 over DFlash linear", "1.63 ×", None),
-    (
-        "TP 4, DDTree b15, 8 requests at once",
-        "1270.8 tok/s in all",
-        None,
-    ),
+    ("TP 4, DDTree b15, 8 requests at once", "1270.8 tok/s in all", None),
 )
 
 
@@ -133,10 +129,7 @@ def _accept_table(rows: Sequence[Row], source: str) -> Table:
     shown = (*_prompts(rows), ALL)
     columns = [Column("Method", kind="text"), Column("Verify", "tokens", decimals=0)]
     for prompt in shown:
-        columns += [
-            Column("Accept", "tok/step", prompt, decimals=2),
-            Column("Full", "%", prompt, decimals=1),
-        ]
+        columns += [Column("Accept", "tok/step", prompt, decimals=2), Column("Full", "%", prompt, decimals=1)]
 
     def line(cells: Mapping[str, Row], _: Mapping[str, bool]) -> tuple[Cell, ...]:
         pairs = [
@@ -185,11 +178,7 @@ def _scaling_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
         ]
     empty = "No method was measured at two TP sizes under one set-up."
     return Table(
-        "scaling",
-        "Scaling over tensor-parallel size, all prompts pooled",
-        columns,
-        tuple(body) or (empty,),
-        notes,
+        "scaling", "Scaling over tensor-parallel size, all prompts pooled", columns, tuple(body) or (empty,), notes
     )
 
 
@@ -216,12 +205,7 @@ def _ours(rows: Sequence[Row], where: tuple[int, str, int | None, str] | None) -
 
 
 def _table(
-    name: str,
-    caption: str,
-    columns: tuple[Column, ...],
-    rows: Sequence[Row],
-    line: Any,
-    notes: Iterable[str],
+    name: str, caption: str, columns: tuple[Column, ...], rows: Sequence[Row], line: Any, notes: Iterable[str]
 ) -> Table:
     """Rows grouped by what they share, one line a run of each group."""
     several = len({r["campaign"] for r in rows}) > 1

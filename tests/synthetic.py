@@ -13,14 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchlib.record import (
-    CellRecord,
-    RequestRecord,
-    RunRecord,
-    ServerRecord,
-    run_identity,
-    save_run,
-)
+from benchlib.record import CellRecord, RequestRecord, RunRecord, ServerRecord, run_identity, save_run
 from benchlib.spec import RunSpec, Sweep, Workload
 
 PROMPTS = {"fib": 0.72, "qsort": 0.70, "arith": 0.80, "json": 0.84}
@@ -79,10 +72,7 @@ def build_run(spec: RunSpec, *, noise: float = 0.01) -> tuple[RunRecord, list[Re
                     pace = math.exp(start + rng.gauss(0, noise)) * (1.1 if warmup else 1)
                     for stream in range(streams):
                         cell = {"prompt": prompt, "max_new_tokens": tokens, "concurrency": streams}
-                        where = {
-                            "round": number if warmup else number - work.warmups,
-                            "stream": stream,
-                        }
+                        where = {"round": number if warmup else number - work.warmups, "stream": stream}
                         requests.append(
                             _request(spec, verify, pace, sent_s=epoch + 0.001 * stream, warmup=warmup,
                                      **cell, **where)

@@ -48,10 +48,7 @@ def test_ratio_interval_agrees_with_scipys_welch() -> None:
     test = stats.ttest_ind([math.log(v) for v in a], [math.log(v) for v in b], equal_var=False)
     interval = test.confidence_interval(0.95)
     assert p_value == pytest.approx(test.pvalue)
-    assert (low, high) == (
-        pytest.approx(math.exp(interval.low)),
-        pytest.approx(math.exp(interval.high)),
-    )
+    assert (low, high) == (pytest.approx(math.exp(interval.low)), pytest.approx(math.exp(interval.high)))
     assert ratio == pytest.approx(math.prod(a) ** (1 / 4) / math.prod(b) ** (1 / 3))
 
 
@@ -141,11 +138,7 @@ def test_one_round_has_no_interval_and_so_no_speedup(tmp_path: Path) -> None:
     sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(), workload=work)
     row = summary_of(synthetic.save_campaign(tmp_path, sweep))["tp1-linear", "all"]
     assert row["decode_tok_s"] is not None
-    assert (row["speedup"], row["decode_tok_s_low"], row["note"]) == (
-        None,
-        None,
-        "1 round: no interval",
-    )
+    assert (row["speedup"], row["decode_tok_s_low"], row["note"]) == (None, None, "1 round: no interval")
 
 
 def test_missing_auto_leaves_rates_without_speedup(tmp_path: Path) -> None:
@@ -157,10 +150,7 @@ def test_missing_auto_leaves_rates_without_speedup(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "note"),
-    [
-        ({"weights": "random"}, "random weights"),
-        ({"server_env": {"SIMULATE_ACC_LEN": "4"}}, "simulated acceptance"),
-    ],
+    [({"weights": "random"}, "random weights"), ({"server_env": {"SIMULATE_ACC_LEN": "4"}}, "simulated acceptance")],
 )
 def test_what_is_not_real_never_becomes_a_speedup(tmp_path: Path, options: dict[str, Any], note: str) -> None:
     sweep = synthetic.build_sweep(tp_size=(1,), engines={"reference": options})
@@ -175,12 +165,7 @@ def test_failed_run_keeps_its_rows_with_nulls_and_reason(tmp_path: Path) -> None
     rows = summary_of(path)
     assert len(rows) == 60
     row = rows["tp1-b15", "all"]
-    assert (row["status"], row["decode_tok_s"], row["speedup"], row["n_requests"]) == (
-        "failed",
-        None,
-        None,
-        0,
-    )
+    assert (row["status"], row["decode_tok_s"], row["speedup"], row["n_requests"]) == ("failed", None, None, 0)
     assert "exited with code 1" in row["error"]
     assert rows["tp1-b16", "all"]["speedup"] > 1
 
@@ -216,16 +201,7 @@ def test_runs_of_another_build_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field",
-    [
-        "tp_size",
-        "prompt",
-        "max_new_tokens",
-        "concurrency",
-        "server_args",
-        "devices",
-        "prompt_sha256",
-    ],
+    "field", ["tp_size", "prompt", "max_new_tokens", "concurrency", "server_args", "devices", "prompt_sha256"]
 )
 def test_comparison_refuses_a_difference_outside_the_method(campaign: Path, field: str) -> None:
     cells = cells_of(campaign)

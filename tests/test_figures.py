@@ -76,10 +76,7 @@ def test_no_data_is_said_in_place_of_axes(tmp_path: Path) -> None:
 def test_random_weights_and_several_workloads_are_in_the_titles(tmp_path: Path) -> None:
     work = synthetic.Workload(prompts=("fib",), max_new_tokens=(32,), concurrency=(1, 2), repeats=2)
     sweep = synthetic.build_sweep(
-        tp_size=(1,),
-        tree_budgets=(16,),
-        workload=work,
-        engines={"reference": {"weights": "random"}},
+        tp_size=(1,), tree_budgets=(16,), workload=work, engines={"reference": {"weights": "random"}}
     )
     results, _ = results_of(synthetic.save_campaign(tmp_path, sweep))
     rows = [r for r in frames.rows_of(results) if r["prompt"] == "all"]

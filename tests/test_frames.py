@@ -140,10 +140,7 @@ def test_devices_are_named_by_the_record() -> None:
 
 
 def test_simulated_acceptance_is_seen_in_flags_and_variables() -> None:
-    for spec in (
-        RunSpec(server_env={"SGLANG_SIMULATE_ACC_LEN": "4"}),
-        RunSpec(server_args=("--simulate-acc-len",)),
-    ):
+    for spec in (RunSpec(server_env={"SGLANG_SIMULATE_ACC_LEN": "4"}), RunSpec(server_args=("--simulate-acc-len",))):
         record, requests = synthetic.build_run(spec)
         run = frames.LoadedRun("c", spec.run_name, record, requests)
         assert frames.condition_of(run)["simulated"] is True

@@ -20,14 +20,7 @@ from tests import synthetic
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
-    *(
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--hide-scrollbars",
-    ),
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     "--enable-logging=stderr",
 ]
@@ -59,15 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> report.ReportResult:
 
 def test_report_names_every_file_it_made(made: report.ReportResult) -> None:
     names = {p.name for p in made.tables}
-    assert {
-        "main.tex",
-        "speedup.tex",
-        "accept.tex",
-        "scaling.tex",
-        "cited.tex",
-        "macros.tex",
-        "preamble.tex",
-    } <= names
+    assert {"main.tex", "speedup.tex", "accept.tex", "scaling.tex", "cited.tex", "macros.tex", "preamble.tex"} <= names
     assert {"speedup.pdf", "speedup-1col.pdf", "speedup.png"} <= {p.name for p in made.figures}
     main = (made.html.parent / "main.tex").read_text()
     for kind, name in re.findall(r"\\(input|plot)\{([^}#]+)\}", main):
@@ -107,13 +92,7 @@ def test_contents_lead_to_every_section(made: report.ReportResult) -> None:
 
 def test_page_names_no_person_machine_or_path(made: report.ReportResult) -> None:
     text = re.sub(r"base64,[A-Za-z0-9+/=]+", "", made.html.read_text())
-    for private in (
-        str(report.ROOT),
-        str(Path.home()) + "/",
-        str(made.html.parent),
-        "/home/",
-        "127.0.0.1",
-    ):
+    for private in (str(report.ROOT), str(Path.home()) + "/", str(made.html.parent), "/home/", "127.0.0.1"):
         assert private not in text, private
     for name in (socket.gethostname(), getpass.getuser()):
         # Shorter ones (root, vm) are words of their own.
@@ -146,10 +125,7 @@ def test_notebook_follows_the_rules() -> None:
 
 def write_notebook(folder: Path, text: str) -> Path:
     output = nbformat.v4.new_output("display_data", {"text/plain": text})
-    cells = [
-        nbformat.v4.new_markdown_cell("# Title"),
-        nbformat.v4.new_code_cell("x", outputs=[output]),
-    ]
+    cells = [nbformat.v4.new_markdown_cell("# Title"), nbformat.v4.new_code_cell("x", outputs=[output])]
     path = folder / "n.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     return path
@@ -191,10 +167,7 @@ def test_broken_latex_is_told_by_its_first_error(tmp_path: Path, monkeypatch: py
     fake.write_text("#!/bin/sh\necho hello; echo '! Missing $ inserted.'; exit 12\n")
     fake.chmod(0o755)
     monkeypatch.setattr(report.shutil, "which", lambda name: str(fake))
-    assert report.build_pdf(tmp_path) == (
-        None,
-        "latexmk exited with code 12: ! Missing $ inserted.",
-    )
+    assert report.build_pdf(tmp_path) == (None, "latexmk exited with code 12: ! Missing $ inserted.")
     fake.write_text("#!/bin/sh\nexec sleep 5\n")
     monkeypatch.setattr(report, "LATEX_TIMEOUT_S", 0.2)
     assert report.build_pdf(tmp_path) == (None, "latexmk did not finish in 0.2 s")
@@ -224,18 +197,9 @@ def test_page_fits_its_window(made: report.ReportResult, tmp_path: Path, width: 
     )
     copy = tmp_path / "probe.html"
     copy.write_text(made.html.read_text().replace("</body>", probe))
-    command = [
-        str(CHROMIUM),
-        *FLAGS,
-        f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={width},900",
-    ]
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"]
     done = subprocess.run(
-        [*command, "--dump-dom", copy.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
+        [*command, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=120, check=True
     )
     title = re.search(r"<title>(\d+) (\d+) (\w+)</title>", done.stdout)
     assert title is not None

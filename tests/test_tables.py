@@ -17,11 +17,7 @@ from tests import synthetic
 SMALL = Table(
     "small",
     "Rates & ratios of a_b",
-    (
-        Column("Method_x", kind="text"),
-        Column("Rate", "tok/s", "All"),
-        Column("Share", "%", "All", decimals=1),
-    ),
+    (Column("Method_x", kind="text"), Column("Rate", "tok/s", "All"), Column("Share", "%", "All", decimals=1)),
     (
         "TP 1",
         (Cell(text="auto"), Cell(158.23, 3.06, bold=True), Cell(text="—")),
@@ -99,12 +95,7 @@ def test_html_escapes_and_keeps_the_uncertainty() -> None:
 
 def test_uncertainty_is_rounded_up_and_decides_the_decimals() -> None:
     columns = (Column("m", kind="text"), Column("v"))
-    table = Table(
-        "t",
-        "",
-        columns,
-        ((Cell(text="a"), Cell(68.1449, 0.0041)), (Cell(text="b"), Cell(68.1, 0.0))),
-    )
+    table = Table("t", "", columns, ((Cell(text="a"), Cell(68.1449, 0.0041)), (Cell(text="b"), Cell(68.1, 0.0))))
     # 0.0041 has two digits at four decimals, but three are the most that are printed: 5 thousandths cover it.
     assert "68.145(5)" in table.to_latex()
     # No spread at all is not printed as certainty.
@@ -138,8 +129,7 @@ def test_main_table_has_every_condition_and_prompt(campaign: Path) -> None:
     values = [expected[k] for k in ("verify_tokens", "decode_tok_s", "speedup", "accept_length", "step_ms")]
     assert [cell.value for cell in row[1:6]] == values
     assert row[3].error == max(
-        expected["speedup_high"] - expected["speedup"],
-        expected["speedup"] - expected["speedup_low"],
+        expected["speedup_high"] - expected["speedup"], expected["speedup"] - expected["speedup_low"]
     )
     assert row_of(main, "autoregressive")[3].text == "baseline"
 
@@ -152,10 +142,7 @@ def test_one_start_makes_nothing_bold_and_says_so(campaign: Path) -> None:
 
 def test_bold_marks_what_beats_every_other_significantly(several: Path) -> None:
     results, _, made = build(several)
-    best = max(
-        (r for r in frames.rows_of(results) if r["prompt"] == "all"),
-        key=lambda r: float(r["decode_tok_s"]),
-    )
+    best = max((r for r in frames.rows_of(results) if r["prompt"] == "all"), key=lambda r: float(r["decode_tok_s"]))
     for row in made["main"].rows:
         if not isinstance(row, str):
             assert row[2].bold == (row[0].text == best["label"])
@@ -205,10 +192,7 @@ def test_failed_cells_say_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [
-        ({"weights": "random"}, "random weights"),
-        ({"server_env": {"SIMULATE_ACC_LEN": "4"}}, "simulated acceptance"),
-    ],
+    [({"weights": "random"}, "random weights"), ({"server_env": {"SIMULATE_ACC_LEN": "4"}}, "simulated acceptance")],
 )
 def test_unreal_speeds_are_labelled_in_every_table(tmp_path: Path, options: dict[str, object], word: str) -> None:
     sweep = synthetic.build_sweep(engines={"reference": options}, tree_budgets=(16,))

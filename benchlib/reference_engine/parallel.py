@@ -114,22 +114,19 @@ class Workers:
         self.world = plan.tp_size
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
-        # The store listens on the socket that it is handed, so nothing is open beyond loopback.
-        self.store = TCPStore(
-            LOOPBACK,
-            port,
-            self.world,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        context = multiprocessing.get_context("spawn")
+        # A fork has torch loaded already, which takes seconds; it must come before this process has other threads.
+        forked = sys.platform == "linux" and threading.active_count() == 1
+        context = multiprocessing.get_context("fork" if forked else "spawn")
+        arguments = (port, os.getpid(), listener if forked else None)
         self.processes = [
-            context.Process(target=_work, args=(plan, rank, port, os.getpid()), daemon=True)
-            for rank in range(1, self.world)
+            context.Process(target=_work, args=(plan, rank, *arguments), daemon=True) for rank in range(1, self.world)
         ]
         for process in self.processes:
             process.start()
+        # The store listens on the socket that it is handed, so nothing is open beyond loopback.
+        self.store = TCPStore(
+            LOOPBACK, port, self.world, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._closing = False
         self._on_death = on_death
         threading.Thread(target=self._watch, name="tp-watch", daemon=True).start()
@@ -250,9 +247,11 @@ def _unpack_request(fields: list[int], group: _Group) -> tuple[Request, int]:
     return request, slot
 
 
-def _work(plan: ModelPlan, rank: int, port: int, parent: int) -> None:
+def _work(plan: ModelPlan, rank: int, port: int, parent: int, listener: socket.socket | None) -> None:
     """Life of one rank beyond 0: join, load, follow."""
     _die_with(parent)
+    if listener is not None:
+        listener.close()  # rank 0's, inherited
     # Signals to the group are for rank 0, which then lets the others go.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

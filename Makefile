@@ -1,0 +1,67 @@
+# Each line is a command you could type. `make demo` and `make test` each set everything up by themselves.
+PYTHON ?= python3
+VENV ?= .venv
+# A CPU build of torch is enough. TORCH_INDEX=<URL of PyTorch's CPU wheels> makes the install much smaller.
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+BIN := $(VENV)/bin
+RUN := $(BIN)/benchlib
+
+.PHONY: help demo test check test-engine test-sglang-cpu test-latex test-browser bench-engine lab report-sample clean
+help:
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/  -/'
+
+$(VENV)/torch.done:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+$(VENV)/demo.done: pyproject.toml | $(VENV)/torch.done
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[reference]'
+	@touch $@
+
+$(VENV)/dev.done: pyproject.toml | $(VENV)/torch.done
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[reference,dev]'
+	@touch $@
+
+demo: $(VENV)/demo.done  ## the laptop campaign on the embedded engine, then its report: a few minutes
+	$(RUN) sweep notebooks/sweeps/laptop.toml
+	$(RUN) report laptop
+
+test: $(VENV)/dev.done  ## the tests that need neither a GPU nor SGLang nor LaTeX
+	$(BIN)/python -m pytest -q --cov=benchlib --cov-report=term:skip-covered --cov-fail-under=90
+
+check: $(VENV)/dev.done  ## format, lint and types
+	$(BIN)/ruff format --check benchlib tests
+	$(BIN)/ruff check benchlib tests
+	$(BIN)/mypy
+
+test-engine: $(VENV)/dev.done  ## the full grid of the embedded engine: an hour
+	$(BIN)/python -m pytest -q -m 'engine or slow' --timeout 3600
+
+test-latex: $(VENV)/dev.done  ## every table compiled by LaTeX (needs latexmk)
+	$(BIN)/python -m pytest -q -m latex
+
+test-browser: $(VENV)/dev.done  ## the HTML report in headless Chromium
+	$(BIN)/python -m pytest -q -m browser
+
+test-sglang-cpu: $(VENV)/dev.done .venv-sglang/done  ## the chain against a stock SGLang on the CPU (installs 11 GB)
+	BENCHLIB_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -q -m sglang --timeout 900
+
+.venv-sglang/done:
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet --disable-pip-version-check sglang==0.5.23
+	@touch $@
+
+bench-engine: $(VENV)/dev.done  ## the embedded engine by itself, beside transformers
+	$(BIN)/python -m benchlib.reference_engine.bench
+
+lab: $(VENV)/demo.done  ## JupyterLab on the notebooks
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[reference,lab]'
+	$(BIN)/jupyter lab notebooks
+
+report-sample: $(VENV)/demo.done  ## the report of the campaign that comes with the repository
+	$(RUN) report results/laptop-sample
+
+clean:  ## remove what was installed and generated
+	rm -rf $(VENV) .venv-sglang build report/tables report/figures
