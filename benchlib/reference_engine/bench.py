@@ -116,7 +116,7 @@ def transformers_ratio(weights: Path, decoder: Decoder, ids: list[int], new_toke
         warnings.simplefilter("ignore")
         from transformers import Qwen3_5ForCausalLM
 
-        model = Qwen3_5ForCausalLM.from_pretrained(weights / "target", dtype=torch.float32).eval()
+        model = Qwen3_5ForCausalLM.from_pretrained(weights / "target", dtype=torch.float32)
         ours, theirs = [], []
         prompt = torch.tensor([ids])
         for turn in range(rounds + 1):
@@ -166,13 +166,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write everything here too")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    torch.set_grad_enabled(False)
+    with torch.inference_mode():  # as in the server
+        report = run(args)
+    _print(report)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything, in one process."""
     decoders, tokenizer = load_decoders(args.weights, pack=not args.plain)
     prompts = {name: tokenizer.encode(text) for name, text in openings().items()}
     rows = measure(decoders, prompts, args.new_tokens, args.rounds)
     drafter = decoders["linear"].drafter
     assert drafter is not None
-    report = {
+    return {
         "threads": args.threads,
         "new_tokens": args.new_tokens,
         "rounds": args.rounds,
@@ -182,9 +190,6 @@ def main(argv: list[str] | None = None) -> None:
         ),
         "stage_ms": {name: stages(decoders[name], prompts, args.new_tokens) for name in decoders if name != "auto"},
     }
-    _print(report)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchlib.reference_engine.model import Linear, Target, apply_rope, attend, fold_norm, rms_norm
+from benchlib.reference_engine.model import Linear, Target, apply_rope, attend, fold_norm, rms_norm, unit_norm
 
 __all__ = ["Drafter", "DrafterConfig"]
 
@@ -77,8 +77,6 @@ class DrafterConfig:
 
 @dataclass(slots=True)
 class _Layer:
-    input_norm: Tensor
-    post_norm: Tensor
     qkv: Linear
     qk_norm: Tensor
     out: Linear
@@ -108,15 +106,11 @@ class Drafter:
             raise ValueError(f"mask_token_id {config.mask_token_id} is outside vocabulary {target.config.vocab_size}")
         self.config, self.target, self.device = config, target, target.device
         w = {k.removeprefix("model."): v.to(self.device, torch.float32) for k, v in weights.items()}
-        self.fc, self.hidden_norm, self.norm = (
-            Linear(w["fc.weight"], pack=pack),
-            fold_norm(w["hidden_norm.weight"]),
-            fold_norm(w["norm.weight"]),
-        )
+        self.fc, self.norm = Linear(w["fc.weight"], pack=pack), fold_norm(w["norm.weight"])
         self.layers = [self._layer(w, f"layers.{i}.", pack) for i in range(config.num_hidden_layers)]
         # ctx is the same for all layers, so one projection serves them all: (layer, k | v)
         kv = [w[f"layers.{i}.self_attn.{p}_proj.weight"] for i in range(config.num_hidden_layers) for p in "kv"]
-        self.context_kv = Linear(torch.cat(kv), pack=pack)
+        self.context_kv = Linear(torch.cat(kv) * fold_norm(w["hidden_norm.weight"]), pack=pack)
         self.context_norm = torch.stack([layer.qk_norm[-1] for layer in self.layers])[:, None]
         inverse = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, device=self.device) / config.head_dim)
         angles = torch.arange(target.context_length + 128, device=self.device)[:, None] * inverse
@@ -132,12 +126,10 @@ class Drafter:
         norms = [fold_norm(w[f"{prefix}self_attn.q_norm.weight"]).expand(c.num_attention_heads, -1)]
         norms.append(fold_norm(w[f"{prefix}self_attn.k_norm.weight"]).expand(c.num_key_value_heads, -1))
         return _Layer(
-            fold_norm(w[f"{prefix}input_layernorm.weight"]),
-            fold_norm(w[f"{prefix}post_attention_layernorm.weight"]),
-            Linear(qkv, pack=pack),
+            Linear(qkv * fold_norm(w[f"{prefix}input_layernorm.weight"]), pack=pack),
             torch.cat(norms),
             Linear(w[f"{prefix}self_attn.o_proj.weight"], pack=pack),
-            Linear(up, pack=pack),
+            Linear(up * fold_norm(w[f"{prefix}post_attention_layernorm.weight"]), pack=pack),
             Linear(w[f"{prefix}mlp.down_proj.weight"], pack=pack),
         )
 
@@ -150,7 +142,7 @@ class Drafter:
     def append(self, cache: Tensor, slot: int, start: int, taps: Tensor) -> None:
         """Project the taps (T, n_taps * H) of committed tokens and store them at rows start .. start + T."""
         c, count = self.config, taps.shape[0]
-        ctx = rms_norm(self.fc(taps), self.hidden_norm, c.rms_norm_eps)
+        ctx = unit_norm(self.fc(taps), c.rms_norm_eps)
         kv = self.context_kv(ctx).view(count, c.num_hidden_layers, 2, c.num_key_value_heads, c.head_dim)
         keys = rms_norm(kv[:, :, 0], self.context_norm, c.rms_norm_eps)  # (T, layers, Hkv, D)
         span = slice(start, start + count)
@@ -194,7 +186,7 @@ class Drafter:
     ) -> Tensor:
         c, (batch, block, _) = self.config, x.shape
         hq, hkv, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        qkv = layer.qkv(rms_norm(x, layer.input_norm, c.rms_norm_eps)).view(batch, block, hq + 2 * hkv, d)
+        qkv = layer.qkv(unit_norm(x, c.rms_norm_eps)).view(batch, block, hq + 2 * hkv, d)
         qk = apply_rope(rms_norm(qkv[:, :, : hq + hkv], layer.qk_norm, c.rms_norm_eps), *rope)
         rows = torch.stack([qk[:, :, hq:], qkv[:, :, hq + hkv :]], 1).transpose(2, 3)  # (B, 2, Hkv, block, D)
         for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
@@ -202,5 +194,5 @@ class Drafter:
         kv = cache[slots[0] : slots[0] + 1] if batch == 1 else cache[slots]
         mixed = attend(qk[:, :, :hq], kv[:, 0, :, :span], kv[:, 1, :, :span], mask, d**-0.5)
         x = x + layer.out(mixed)
-        gate, up = layer.up(rms_norm(x, layer.post_norm, c.rms_norm_eps)).chunk(2, -1)
+        gate, up = layer.up(unit_norm(x, c.rms_norm_eps)).chunk(2, -1)
         return x + layer.down(F.silu(gate) * up)

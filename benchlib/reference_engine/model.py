@@ -36,6 +36,7 @@ __all__ = [
     "chain_tree",
     "load_weights",
     "rms_norm",
+    "unit_norm",
 ]
 
 
@@ -112,7 +113,7 @@ class Shard:
 
     def rows(self, weight: Tensor, *, groups: Sequence[int] | None = None) -> Tensor:
         """This rank's output rows; `groups` gives the sizes of blocks that are each split on their own."""
-        blocks = weight.split(list(groups)) if groups else (weight,)
+        blocks = weight.split_with_sizes(list(groups)) if groups else (weight,)
         return torch.cat([b.chunk(self.world)[self.rank] for b in blocks])
 
     def columns(self, weight: Tensor) -> Tensor:
@@ -184,12 +185,18 @@ def chain_tree(batch: int, length: int, kernel: int, device: torch.device | str 
 
 def fold_norm(weight: Tensor) -> Tensor:
     """A norm's weight for `rms_norm`, which sums where the definition takes the mean: one operator less a norm."""
-    return weight * weight.shape[-1] ** 0.5
+    root: float = weight.shape[-1] ** 0.5
+    return weight * root
 
 
 def rms_norm(x: Tensor, folded: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, with a weight from `fold_norm`."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps * x.shape[-1]) * folded
+    return unit_norm(x, eps) * folded
+
+
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """The norm without its weight, for use before a `Linear` into whose columns the weight was multiplied."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps * x.shape[-1])
 
 
 class Cache:
@@ -400,12 +407,13 @@ class _Mlp:
     def __init__(self, target: Target, w: dict[str, Tensor], pack: bool) -> None:
         self.target, self.eps = target, target.config.rms_norm_eps
         rows, columns = target.shard.rows, target.shard.columns
-        self.norm = fold_norm(1 + w["post_attention_layernorm.weight"])
-        self.up = Linear(torch.cat([rows(w["mlp.gate_proj.weight"]), rows(w["mlp.up_proj.weight"])]), pack=pack)
+        norm = fold_norm(1 + w["post_attention_layernorm.weight"])
+        up = torch.cat([rows(w["mlp.gate_proj.weight"]), rows(w["mlp.up_proj.weight"])])
+        self.up = Linear(up * norm, pack=pack)
         self.down = Linear(columns(w["mlp.down_proj.weight"]), pack=pack)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.up(rms_norm(x, self.norm, self.eps)).chunk(2, -1)
+        gate, up = self.up(unit_norm(x, self.eps)).chunk(2, -1)
         return x + self.target.shard.all_reduce(self.down(F.silu(gate) * up))
 
 
@@ -420,7 +428,7 @@ class _Attention:
             c.rms_norm_eps,
             c.head_dim**-0.5,
         )
-        self.norm = fold_norm(1 + w["input_layernorm.weight"])
+        norm = fold_norm(1 + w["input_layernorm.weight"])
         # q_proj interleaves each head's query and gate: sorted apart here, so that q and k are normed together
         query, gate = w["self_attn.q_proj.weight"].view(c.num_attention_heads, 2, c.head_dim, -1).unbind(1)
         parts = [
@@ -429,7 +437,7 @@ class _Attention:
             w["self_attn.v_proj.weight"],
             gate.flatten(0, 1),
         ]
-        self.project = Linear(torch.cat([shard.rows(p) for p in parts]), pack=pack)
+        self.project = Linear(torch.cat([shard.rows(p) for p in parts]) * norm, pack=pack)
         self.qk_norm = torch.cat(
             [
                 fold_norm(1 + w["self_attn.q_norm.weight"]).expand(target.heads, -1),
@@ -452,8 +460,8 @@ class _Attention:
         t = self.target
         batch, count, _ = x.shape
         d, hq, hkv = t.config.head_dim, t.heads, t.kv_heads
-        projected = self.project(rms_norm(x, self.norm, self.eps))
-        qk, v, gate = projected.split([(hq + hkv) * d, hkv * d, hq * d], -1)
+        projected = self.project(unit_norm(x, self.eps))
+        qk, v, gate = projected.split_with_sizes([(hq + hkv) * d, hkv * d, hq * d], -1)
         qk = apply_rope(rms_norm(qk.view(batch, count, hq + hkv, d), self.qk_norm, self.eps), *rope)
         rows = torch.stack([qk[:, :, hq:], v.view(batch, count, hkv, d)], 1).transpose(2, 3)  # (B, 2, Hkv, T, D)
         kv, span = cache.kv[self.index], max(lengths) + count
@@ -498,24 +506,18 @@ class _Gdn:
             c.linear_num_value_heads * c.linear_value_head_dim,
         )
         groups = (key, key, value)
-        self.norm = fold_norm(1 + w["input_layernorm.weight"])
-        self.project = Linear(
-            torch.cat(
-                [
-                    shard.rows(w["linear_attn.in_proj_qkv.weight"], groups=groups),
-                    *(shard.rows(w[f"linear_attn.in_proj_{p}.weight"]) for p in "zba"),
-                ]
-            ),
-            pack=pack,
-        )
+        norm = fold_norm(1 + w["input_layernorm.weight"])
+        parts = [shard.rows(w["linear_attn.in_proj_qkv.weight"], groups=groups)]
+        parts += [shard.rows(w[f"linear_attn.in_proj_{p}.weight"]) for p in "zba"]
+        self.project = Linear(torch.cat(parts) * norm, pack=pack)
         self.conv = shard.rows(w["linear_attn.conv1d.weight"].squeeze(1), groups=groups).T.contiguous()  # (W, C)
         self.rate = -shard.rows(w["linear_attn.A_log"]).exp()
         self.dt_bias = shard.rows(w["linear_attn.dt_bias"])
         # both are normed to length 1; queries carry the attention scale too
         scale = torch.tensor([c.linear_key_head_dim**-0.5, 1.0], device=target.device)
         self.qk_scale = scale.repeat_interleave(target.k_heads)[:, None]
-        self.out_norm = fold_norm(w["linear_attn.norm.weight"])
-        self.out = Linear(shard.columns(w["linear_attn.out_proj.weight"]), pack=pack)
+        out_norm = fold_norm(w["linear_attn.norm.weight"]).repeat(c.linear_num_value_heads)
+        self.out = Linear(shard.columns(w["linear_attn.out_proj.weight"] * out_norm), pack=pack)
         self.mlp = _Mlp(target, w, pack)
 
     def forward(
@@ -531,12 +533,14 @@ class _Gdn:
         t = self.target
         batch, count, _ = x.shape
         value = t.v_heads * t.config.linear_value_head_dim
-        projected = self.project(rms_norm(x, self.norm, self.eps))
-        qkv, z, b, a = projected.split([t.conv_dim, value, t.v_heads, t.v_heads], -1)
+        projected = self.project(unit_norm(x, self.eps))
+        qkv, z, b, a = projected.split_with_sizes([t.conv_dim, value, t.v_heads, t.v_heads], -1)
         gates = (torch.sigmoid(b), self.rate * F.softplus(a + self.dt_bias))  # beta, g: (B, T, Hv)
-        mix = self._step if pending is None else self._solve
-        mixed = mix(qkv, gates, cache, where, pending)  # (B, T, Hv, Dv)
-        normed = rms_norm(mixed, self.out_norm, self.eps).reshape(batch, count, value) * F.silu(z)
+        if pending is None:
+            mixed = self._step(qkv, gates, cache, where)  # (B, T, Hv, Dv)
+        else:
+            mixed = self._solve(qkv, gates, cache, where, pending)
+        normed = unit_norm(mixed, self.eps).reshape(batch, count, value) * F.silu(z)
         return self.mlp.forward(x + t.shard.all_reduce(self.out(normed)))
 
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -550,7 +554,7 @@ class _Gdn:
         v = convolved[..., wide:].view(batch, count, t.k_heads, t.ratio, -1)
         return qk[:, :, : t.k_heads], qk[:, :, t.k_heads :], v
 
-    def _step(self, qkv: Tensor, gates: tuple[Tensor, Tensor], cache: Cache, where: Where, pending: None) -> Tensor:
+    def _step(self, qkv: Tensor, gates: tuple[Tensor, Tensor], cache: Cache, where: Where) -> Tensor:
         """One token a sequence, state updated in place."""
         t = self.target
         batch = qkv.shape[0]
@@ -599,7 +603,7 @@ class _Gdn:
         right = beta.unsqueeze(-1) * (v - grown * read[:, :, :, count:])
         solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
         inside = inner[:, :, None, :count] * decay * tree.ancestors[:, None, None]
-        mixed = grown * read[:, :, :, :count] + inside @ solved  # (B, Hk, R, T, Dv)
+        mixed: Tensor = grown * read[:, :, :, :count] + inside @ solved  # (B, Hk, R, T, Dv)
         pending.conv.append(full)
         pending.keys.append(k)
         pending.solved.append(solved)
