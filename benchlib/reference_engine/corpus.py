@@ -253,10 +253,10 @@ def evaluation_documents(kind: str, count: int, seed: int = 0) -> list[str]:
     return [text for _, text in zip(range(count), stream, strict=False)]
 
 
-def sample_texts(seed: int = 0, characters: int = 24_000_000) -> list[str]:
+def sample_texts(seed: int, characters: int, *, mixture: dict[str, float] | None = None) -> list[str]:
     """A part of the corpus to train the tokenizer on."""
     texts: list[str] = []
-    for document in iter_documents(seed):
+    for document in iter_documents(seed, mixture=mixture):
         texts.append(document.text)
         characters -= len(document.text)
         if characters <= 0:

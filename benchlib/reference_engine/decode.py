@@ -125,7 +125,7 @@ class Decoder:
         self.cache.clear(slot)
         ids = torch.tensor([request.input_ids], device=self.target.device)
         hidden = None
-        for part in ids.split(PREFILL_CHUNK, 1):
+        for part in torch.split(ids, PREFILL_CHUNK, 1):
             count = part.shape[1]
             start = self.cache.lengths[slot]
             tree = chain_tree(1, count, self.target.kernel, self.target.device)

@@ -116,7 +116,7 @@ class Workers:
         port = listener.getsockname()[1]
         # A fork has torch loaded already, which takes seconds; it must come before this process has other threads.
         forked = sys.platform == "linux" and threading.active_count() == 1
-        context = multiprocessing.get_context("fork" if forked else "spawn")
+        context = multiprocessing.get_context("fork") if forked else multiprocessing.get_context("spawn")
         arguments = (port, os.getpid(), listener if forked else None)
         self.processes = [
             context.Process(target=_work, args=(plan, rank, *arguments), daemon=True) for rank in range(1, self.world)

@@ -1,6 +1,6 @@
 """Makes the embedded engine's tokenizer, target and drafter: `python -m benchlib.reference_engine.train --out DIR`.
 
-Four stages, each leaving its files in `DIR/work`, so that a stopped training goes on where it was:
+Stages, each leaving its files in `DIR/work`, so that a stopped training goes on where it was:
 
 1. tokens    the corpus, a BPE tokenizer trained on it, and the corpus as token ids
 2. target    next-token cross-entropy; Muon on the matrices, AdamW on the rest; the rate falls as time runs out
@@ -8,8 +8,12 @@ Four stages, each leaving its files in `DIR/work`, so that a stopped training go
 4. drafter   DFlash: random anchors, a block attends to the target's features before its anchor and to itself;
              cross-entropy weighted exp(-(k - 1) / gamma) by slot (arXiv 2602.06036, appendix A.1)
 
-`--tiny` makes a very small pair on a CPU in about a minute. Weights, configs, tokenizer, `training.json` and
-`MODEL_CARD.md` go to `DIR/target` and `DIR/drafter` in the layout that SGLang and `transformers` load.
+and `card`, which follows the drafter of itself: `DIR/MODEL_CARD.md`, from what the stages put down in
+`DIR/training.json`; `--bench FILE` adds accept lengths that `bench --json FILE` measured.
+
+Weights, configs and tokenizer go to `DIR/target` and `DIR/drafter` in the layout that SGLang and `transformers` load.
+A run that does not begin with `tokens` takes its settings from `DIR/training.json`; `--set` changes them. `--tiny`
+makes a very small pair on a CPU in about a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import math
 import os
 import platform
 import time
@@ -29,22 +32,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchlib.reference_engine import corpus
+from benchlib.reference_engine import card, corpus
 from benchlib.reference_engine import tokenizer as bpe
 from benchlib.reference_engine.drafter import DrafterConfig
-from benchlib.reference_engine.model import (
-    Cache,
-    Target,
-    TargetConfig,
-    apply_rope,
-    chain_tree,
-    load_weights,
-)
+from benchlib.reference_engine.model import Cache, Target, TargetConfig, chain_tree, load_weights
+from benchlib.reference_engine.optim import Trainer
+from benchlib.reference_engine.train_model import CHUNK, TrainDrafter, TrainTarget, use_compiler
+
+__all__ = ["CHUNK", "TINY", "Run", "Settings", "TrainDrafter", "TrainTarget", "main", "parse_settings"]
 
 log = logging.getLogger("benchlib.train")
-CHUNK = 64
 MAX_POSITIONS = 2048
 
 
@@ -76,14 +75,19 @@ class Settings:
     drafter_minutes: float = 6.0
     drafter_rate: float = 3e-3
     gamma: float = 7.0
+    warm_up: int = 100  # steps until the rate is whole
+    least_steps: int = 0  # train on until these are made, however long it takes
+    held_documents: int = 40  # of a kind
+    held_windows: int = 512  # of a kind, when the loss is measured
     seed: int = 0
     real_text: bool = True
 
 
 TINY = Settings(
     vocab_size=512, hidden_size=64, intermediate_size=128, layers=4, heads=2, head_dim=32, gdn_heads=2, draft_layers=1,
-    taps=(0, 1, 2), tokens=300_000, sequence=128, batch=8, target_minutes=0.25, rollouts=64, rollout_prompt=64,
-    rollout_batch=32, draft_batch=8, anchors=8, drafter_minutes=0.2, real_text=False,
+    taps=(0, 1, 2), tokens=300_000, sequence=128, batch=4, target_minutes=0.4, target_rate=0.02, rollouts=64,
+    rollout_prompt=64, rollout_batch=32, draft_batch=4, anchors=8, drafter_minutes=0.2, drafter_rate=0.01, warm_up=5,
+    least_steps=30, held_documents=4, held_windows=32, real_text=False,
 )  # fmt: skip
 
 
@@ -122,369 +126,6 @@ def drafter_config(s: Settings, tokenizer: bpe.Tokenizer) -> DrafterConfig:
     )
 
 
-# --- the target, for gradients -----------------------------------------------------------------------------------
-
-
-class Norm(nn.Module):
-    """RMS norm; `offset` is 1 for Qwen3.5's zero-centred weights."""
-
-    def __init__(self, size: int, offset: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
-        self.offset = offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (self.weight + self.offset)
-
-
-def linear(inputs: int, outputs: int, scale: float = 1.0) -> nn.Linear:
-    """A linear layer without bias, initialised to keep the activations' size."""
-    layer = nn.Linear(inputs, outputs, bias=False)
-    nn.init.normal_(layer.weight, std=scale / math.sqrt(inputs))
-    return layer
-
-
-class Mlp(nn.Module):
-    """Gated FFN."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = linear(hidden, inner), linear(hidden, inner)
-        self.down_proj = linear(inner, hidden, 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Gated delta rule over whole sequences in chunks: q, k, v (B, H, T, D), g and beta (B, H, T), all float32."""
-    b, h, t, d = q.shape
-    c = CHUNK
-    q, k, v = (x.reshape(b, h, t // c, c, x.shape[-1]) for x in (q, k, v))
-    beta = beta.reshape(b, h, -1, c, 1)
-    grown = g.reshape(b, h, -1, c).cumsum(-1)
-    causal = torch.ones(c, c, dtype=torch.bool, device=q.device).tril()
-    decay = (grown.unsqueeze(-1) - grown.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
-    lower = (beta * k) @ k.transpose(-1, -2) * decay
-    right = torch.cat([beta * v, beta * k * grown.exp().unsqueeze(-1)], -1)
-    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
-    values, reads = solved.split([v.shape[-1], d], -1)
-    inside = q @ k.transpose(-1, -2) * decay
-    q = q * grown.exp().unsqueeze(-1)
-    k = k * (grown[..., -1:] - grown).exp().unsqueeze(-1)
-    last = grown[..., -1].exp()[..., None, None]
-    state = torch.zeros(b, h, d, v.shape[-1], device=q.device, dtype=q.dtype)
-    out = []
-    for i in range(t // c):
-        new = values[:, :, i] - reads[:, :, i] @ state
-        out.append(q[:, :, i] @ state + inside[:, :, i] @ new)
-        state = state * last[:, :, i] + k[:, :, i].transpose(-1, -2) @ new
-    return torch.stack(out, 2).reshape(b, h, t, -1)
-
-
-def short_convolution(x: Tensor, weight: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU over (B, T, C) with weight (C, W)."""
-    width = weight.shape[1]
-    padded = F.pad(x, (0, 0, width - 1, 0))
-    return F.silu(sum(padded[:, i : i + x.shape[1]] * weight[:, i] for i in range(width)))
-
-
-def mix_heads(qkv: Tensor, conv: Tensor, g: Tensor, beta: Tensor, key_heads: int, d: int) -> Tensor:
-    """From projected qkv (B, T, C) to the recurrence's output (B, T, Hv, Dv), in float32."""
-    b, t, _ = qkv.shape
-    mixed = short_convolution(qkv.float(), conv)
-    q, k, v = mixed.split([key_heads * d, key_heads * d, mixed.shape[-1] - 2 * key_heads * d], -1)
-    q, k, v = (x.reshape(b, t, -1, d).transpose(1, 2) for x in (q, k, v))
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    repeat = v.shape[1] // key_heads
-    q, k = (x.repeat_interleave(repeat, 1) for x in (q * d**-0.5, k))
-    return delta_rule(q, k, v, g.float().transpose(1, 2), beta.float().transpose(1, 2)).transpose(1, 2)
-
-
-class GatedDeltaNet(nn.Module):
-    """The recurrent token mixer."""
-
-    def __init__(self, c: TargetConfig) -> None:
-        super().__init__()
-        self.key_heads, self.d = c.linear_num_key_heads, c.linear_key_head_dim
-        value = c.linear_num_value_heads * c.linear_value_head_dim
-        width = 2 * self.key_heads * self.d + value
-        self.in_proj_qkv, self.in_proj_z = (
-            linear(c.hidden_size, width),
-            linear(c.hidden_size, value),
-        )
-        self.in_proj_b = linear(c.hidden_size, c.linear_num_value_heads)
-        self.in_proj_a = linear(c.hidden_size, c.linear_num_value_heads, 0.1)
-        self.conv1d = nn.Conv1d(width, width, c.linear_conv_kernel_dim, groups=width, bias=False)
-        step = torch.empty(c.linear_num_value_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus inverse
-        self.A_log = nn.Parameter(torch.empty(c.linear_num_value_heads).uniform_(1, 8).log())
-        self.norm = Norm(c.linear_value_head_dim)
-        self.out_proj = linear(value, c.hidden_size, 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        g = -self.A_log.exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias)
-        beta = self.in_proj_b(x).float().sigmoid()
-        with torch.autocast(x.device.type, enabled=False):
-            mixed = _mix(self.in_proj_qkv(x), self.conv1d.weight.squeeze(1), g, beta, self.key_heads, self.d)
-        mixed = self.norm(mixed).flatten(2) * F.silu(self.in_proj_z(x).float())
-        out: Tensor = self.out_proj(mixed)
-        return out
-
-
-class GatedAttention(nn.Module):
-    """Full attention with an output gate and partial RoPE."""
-
-    def __init__(self, c: TargetConfig) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.q_proj = linear(c.hidden_size, 2 * self.heads * self.d)
-        self.k_proj = linear(c.hidden_size, self.kv_heads * self.d)
-        self.v_proj = linear(c.hidden_size, self.kv_heads * self.d)
-        self.o_proj = linear(self.heads * self.d, c.hidden_size, 0.3)
-        self.q_norm, self.k_norm = Norm(self.d, 1.0), Norm(self.d, 1.0)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        query, gate = self.q_proj(x).view(b, t, self.heads, 2 * self.d).chunk(2, -1)
-        q = apply_rope(self.q_norm(query), cos, sin).transpose(1, 2)
-        k = apply_rope(self.k_norm(self.k_proj(x).view(b, t, -1, self.d)), cos, sin).transpose(1, 2)
-        v = self.v_proj(x).view(b, t, -1, self.d).transpose(1, 2)
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(b, t, -1) * gate.reshape(b, t, -1).sigmoid())
-        return out
-
-
-class TargetLayer(nn.Module):
-    """One decoder layer."""
-
-    def __init__(self, c: TargetConfig, kind: str) -> None:
-        super().__init__()
-        self.full = kind == "full_attention"
-        if self.full:
-            self.self_attn = GatedAttention(c)
-        else:
-            self.linear_attn = GatedDeltaNet(c)
-        self.mlp = Mlp(c.hidden_size, c.intermediate_size)
-        self.input_layernorm, self.post_attention_layernorm = (
-            Norm(c.hidden_size, 1.0),
-            Norm(c.hidden_size, 1.0),
-        )
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        normed = self.input_layernorm(x)
-        x = x + (self.self_attn(normed, cos, sin) if self.full else self.linear_attn(normed))
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class TrainTarget(nn.Module):
-    """The target with gradients; `state_dict` has Hugging Face's names."""
-
-    def __init__(self, c: TargetConfig, taps: tuple[int, ...]) -> None:
-        super().__init__()
-        self.taps = taps
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        nn.init.normal_(self.model.embed_tokens.weight, std=0.02)
-        self.model.layers = nn.ModuleList([TargetLayer(c, kind) for kind in c.layer_types])
-        self.model.norm = Norm(c.hidden_size, 1.0)
-        rotary = int(c.head_dim * c.partial_rotary_factor)
-        inverse = c.rope_theta ** -(torch.arange(0, rotary, 2) / rotary)
-        angles = torch.arange(c.max_position_embeddings)[:, None] * inverse
-        self.register_buffer("cos", angles.cos()[None, :, None], persistent=False)
-        self.register_buffer("sin", angles.sin()[None, :, None], persistent=False)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Final hidden states (B, T, H) and taps (B, T, n * H)."""
-        x = self.model.embed_tokens(tokens)
-        cos, sin = self.cos[:, : tokens.shape[1]], self.sin[:, : tokens.shape[1]]
-        taps = []
-        for i, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin)
-            if i in self.taps:
-                taps.append(x)
-        return self.model.norm(x), torch.cat(taps, -1)
-
-
-# --- the drafter, for gradients ----------------------------------------------------------------------------------
-
-
-class DraftAttention(nn.Module):
-    """Block attention over [context features | own block]."""
-
-    def __init__(self, c: DrafterConfig) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.q_proj = linear(c.hidden_size, self.heads * self.d)
-        self.k_proj, self.v_proj = (linear(c.hidden_size, self.kv_heads * self.d) for _ in range(2))
-        self.o_proj = linear(self.heads * self.d, c.hidden_size, 0.3)
-        self.q_norm, self.k_norm = Norm(self.d), Norm(self.d)
-
-    def forward(self, x: Tensor, context: Tensor, rope: tuple[Tensor, ...], mask: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        cos, sin, context_cos, context_sin = rope
-        q = apply_rope(self.q_norm(self.q_proj(x).view(b, t, -1, self.d)), cos, sin)
-        everything = torch.cat([context, x], 1)
-        k = self.k_norm(self.k_proj(everything).view(b, everything.shape[1], -1, self.d))
-        k = apply_rope(k, torch.cat([context_cos.expand(b, -1, -1, -1), cos], 1),
-                       torch.cat([context_sin.expand(b, -1, -1, -1), sin], 1))  # fmt: skip
-        v = self.v_proj(everything).view(b, everything.shape[1], -1, self.d)
-        q, k, v = (y.transpose(1, 2).to(v.dtype) for y in (q, k, v))
-        k, v = (y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v))  # no kernel has GQA and a mask
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(b, t, -1))
-        return out
-
-
-class DraftLayer(nn.Module):
-    """One drafter layer."""
-
-    def __init__(self, c: DrafterConfig) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = DraftAttention(c), Mlp(c.hidden_size, c.intermediate_size)
-        self.input_layernorm, self.post_attention_layernorm = (
-            Norm(c.hidden_size),
-            Norm(c.hidden_size),
-        )
-
-    def forward(self, x: Tensor, context: Tensor, rope: tuple[Tensor, ...], mask: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, rope, mask)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class TrainDrafter(nn.Module):
-    """The drafter with gradients; `state_dict` has SGLang's names."""
-
-    def __init__(self, c: DrafterConfig) -> None:
-        super().__init__()
-        self.config = c
-        self.fc = linear(len(c.target_layer_ids) * c.hidden_size, c.hidden_size)
-        self.hidden_norm, self.norm = Norm(c.hidden_size), Norm(c.hidden_size)
-        self.layers = nn.ModuleList([DraftLayer(c) for _ in range(c.num_hidden_layers)])
-        inverse = c.rope_theta ** -(torch.arange(0, c.head_dim, 2) / c.head_dim)
-        angles = torch.arange(c.max_position_embeddings)[:, None] * inverse
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, taps: Tensor, tokens: Tensor, anchors: Tensor, embedding: Tensor) -> Tensor:
-        """Hidden states (B, M, block - 1, H) of the drafted slots; anchors (B, M) are positions in tokens (B, T)."""
-        b, t = tokens.shape
-        m, block = anchors.shape[1], self.config.block_size
-        context = self.hidden_norm(self.fc(taps))
-        x = embedding[self.config.mask_token_id].expand(b, m, block, -1).clone()
-        x[:, :, 0] = embedding[tokens.gather(1, anchors)]
-        positions = (anchors[..., None] + torch.arange(block, device=tokens.device)).flatten(1)  # (B, M * block)
-        rope = (self.cos[positions][:, :, None], self.sin[positions][:, :, None])
-        rope += (self.cos[None, :t, None], self.sin[None, :t, None])
-        before = torch.arange(t, device=tokens.device) < anchors.repeat_interleave(block, 1)[..., None]  # (B, Mb, T)
-        same = torch.arange(m, device=tokens.device).repeat_interleave(block)
-        inside = (same[:, None] == same).expand(b, -1, -1)
-        mask = torch.cat([before, inside], -1)[:, None]
-        x = x.flatten(1, 2)
-        for layer in self.layers:
-            x = layer(x, context, rope, mask)
-        return self.norm(x).view(b, m, block, -1)[:, :, 1:]
-
-
-# --- optimisation ------------------------------------------------------------------------------------------------
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised by a Newton-Schulz iteration (Jordan et al., 2024), matrices of one shape as one batch.
-
-    The step is scaled by 0.2 * sqrt(longest side), so that a learning rate means what it means to AdamW.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.1) -> None:
-        groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        for p in parameters:
-            groups.setdefault(tuple(p.shape), []).append(p)
-        super().__init__(
-            [{"params": ps} for ps in groups.values()],
-            {"lr": lr, "momentum": momentum, "decay": decay},
-        )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            parameters = group["params"]
-            state = self.state[parameters[0]]
-            grads = torch.stack([p.grad for p in parameters])
-            average = state.setdefault("average", torch.zeros_like(grads))
-            average.lerp_(grads, 1 - group["momentum"])
-            update = _orthogonal(grads.lerp(average, group["momentum"]))
-            scale = group["lr"] * 0.2 * math.sqrt(max(update.shape[1:]))
-            for p, u in zip(parameters, update.to(parameters[0].dtype).unbind(), strict=True):
-                p.mul_(1 - group["lr"] * group["decay"]).add_(u, alpha=-scale)
-
-
-def _orthogonal(m: Tensor) -> Tensor:
-    x = m.bfloat16() if m.is_cuda else m
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if tall else x
-
-
-class Trainer:
-    """Two optimisers, a schedule over the time allowed, and a log line now and then."""
-
-    def __init__(self, model: nn.Module, rate: float, minutes: float) -> None:
-        self.model, self.limit, self.started = model, 60 * minutes, time.monotonic()
-        self.step_count, self.loss = 0, torch.zeros(())
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n and min(p.shape) > 16]
-        chosen = {id(p) for p in matrices}
-        others = [p for _, p in named if id(p) not in chosen]
-        self.optimisers: list[torch.optim.Optimizer] = [Muon(matrices, rate)]
-        self.optimisers.append(torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0))
-        self.rate = rate
-
-    @property
-    def progress(self) -> float:
-        """Share of the allowed time that has passed."""
-        return (time.monotonic() - self.started) / self.limit
-
-    def update(self, loss: Tensor) -> None:
-        """One step: warm up over the first 2% or 100 steps, hold to 40%, then fall linearly to 1%."""
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        fall = min(1.0, max(0.01, (1.0 - self.progress) / 0.6))
-        rate = self.rate * min(1.0, (self.step_count + 1) / 100) * fall
-        for optimiser in self.optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = rate
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        self.step_count += 1
-        self.loss = loss.detach()
-
-
-def _mix(*arguments: Any) -> Tensor:
-    return _MIX(*arguments)
-
-
-_MIX: Callable[..., Tensor] = mix_heads
-
-
-def use_compiler(enabled: bool) -> None:
-    """Compile the recurrence and the layers' element-wise parts; off on a CPU, where it costs more than it saves."""
-    global _MIX
-    _MIX = torch.compile(mix_heads, dynamic=False) if enabled else mix_heads
-    if enabled:
-        torch._dynamo.config.recompile_limit = 64
-        for kind in (Norm, Mlp):
-            kind.forward = torch.compile(kind.forward, dynamic=True)  # type: ignore[method-assign]
-
-
 def sample_windows(tokens: Tensor, starts: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
     """Windows (count, length): half begin at a document's start, half anywhere."""
     half = count // 2
@@ -495,37 +136,42 @@ def sample_windows(tokens: Tensor, starts: Tensor, count: int, length: int, gene
 
 
 def token_loss(hidden: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy (N,) of hidden (N, H) against labels (N,) through the tied head."""
-    return F.cross_entropy(
-        (hidden.to(torch.bfloat16) @ embedding.to(torch.bfloat16).T).float(),
-        labels,
-        reduction="none",
-    )
+    """Cross-entropy (N,) of hidden (N, H) against labels (N,) through the tied head; bfloat16 logits on CUDA."""
+    if hidden.is_cuda:
+        hidden, embedding = hidden.bfloat16(), embedding.bfloat16()
+    return F.cross_entropy((hidden @ embedding.T).float(), labels, reduction="none")
 
 
 # --- stages ------------------------------------------------------------------------------------------------------
 
 
+Facts = dict[str, Any]
+
+
 class Run:
     """One training: settings, device, folder, and what is put down in `training.json`."""
 
-    def __init__(self, s: Settings, out: Path, device: str) -> None:
+    def __init__(self, s: Settings, out: Path, device: str, *, command: str = "", facts: Facts | None = None) -> None:
         self.s, self.out, self.work, self.device = s, out, out / "work", torch.device(device)
-        self.work.mkdir(parents=True, exist_ok=True)
-        self.facts: dict[str, Any] = {
-            "settings": dataclasses.asdict(s),
+        self.facts: Facts = (facts or {}) | {"settings": dataclasses.asdict(s)}
+        self.made = {
             "device": _device_name(self.device),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "command": command,
         }
-        known = self.work / "training.json"
-        if known.exists():
-            self.facts |= json.loads(known.read_text())
         self.generator = torch.Generator(self.device).manual_seed(s.seed)
 
     def note(self, stage: str, **facts: Any) -> None:
-        """Keep and log what a stage found."""
-        self.facts[stage] = facts
+        """Keep and log what a stage found, and by what it was made."""
         log.info("%s: %s", stage, json.dumps(facts))
-        (self.work / "training.json").write_text(json.dumps(self.facts, indent=1) + "\n")
+        self.facts[stage] = facts | self.made
+        self.save()
+
+    def save(self) -> None:
+        """Write `training.json`."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / card.FACTS).write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
 
     @property
     def tokenizer(self) -> bpe.Tokenizer:
@@ -537,43 +183,33 @@ class Run:
     def tokens(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Training ids, the places where documents start, and held-out ids by kind."""
         data = np.load(self.work / "tokens.npz")
-        put = lambda name: torch.from_numpy(data[name].astype(np.int16)).to(self.device)  # noqa: E731
-        train = put("train")
+        ids = {name: torch.from_numpy(data[name].astype(np.int16)).to(self.device) for name in data.files}
+        train = ids.pop("train")
         starts = (train == self.tokenizer.eos_token_id).nonzero().squeeze(1) + 1
-        held = {k.removeprefix("held_"): put(k) for k in data.files if k.startswith("held_")}
+        held = {name.removeprefix("held_"): kept for name, kept in ids.items()}
         return train, starts[: max(1, len(starts) - 2)], held
 
 
 def make_tokens(run: Run, workers: int) -> None:
     """Stage 1."""
     s, begun = run.s, time.monotonic()
-    (run.out / "target").mkdir(parents=True, exist_ok=True)
+    for folder in (run.out / "target", run.work):
+        folder.mkdir(parents=True, exist_ok=True)
     mixture = {k: v for k, v in corpus.MIXTURE.items() if s.real_text or k in corpus.MAKERS}
-    tokenizer = bpe.train(sample_texts(s, mixture), s.vocab_size)
+    tokenizer = bpe.train(corpus.sample_texts(s.seed, min(24_000_000, 8 * s.tokens), mixture=mixture), s.vocab_size)
     tokenizer.save(run.out / "target", max_length=MAX_POSITIONS)
     log.info("tokenizer trained after %.0f s", time.monotonic() - begun)
     train = corpus.build_tokens(tokenizer, s.tokens, s.seed, workers or os.cpu_count() or 1, mixture=mixture)
     held = {}
     for kind in mixture:
-        texts = corpus.evaluation_documents(kind, 40)
+        texts = corpus.evaluation_documents(kind, s.held_documents)
         ids = [i for ids in tokenizer.encode_batch(texts) for i in [*ids, tokenizer.eos_token_id]]
         held[f"held_{kind}"] = np.array(ids[:60_000], np.uint16)
-    np.savez(run.work / "tokens.npz", train=train, **held)
+    arrays: dict[str, Any] = {"train": train} | held
+    np.savez(run.work / "tokens.npz", **arrays)
     run.note("tokens", train=len(train), held_out={k: len(v) for k, v in held.items()},
              mixture=mixture, seconds=round(time.monotonic() - begun, 1),
              sources=corpus.describe_sources() if s.real_text else {})  # fmt: skip
-
-
-def sample_texts(s: Settings, mixture: dict[str, float]) -> list[str]:
-    """What the tokenizer learns its merges from: up to 24 million characters of the corpus."""
-    left = min(24_000_000, 8 * s.tokens)
-    texts = []
-    for document in corpus.iter_documents(s.seed, mixture=mixture):
-        texts.append(document.text)
-        left -= len(document.text)
-        if left <= 0:
-            break
-    return texts
 
 
 def train_target(run: Run) -> None:
@@ -583,7 +219,7 @@ def train_target(run: Run) -> None:
     tokens, starts, held = run.tokens()
     config = target_config(s, run.tokenizer)
     model = TrainTarget(config, s.taps).to(run.device)
-    trainer = Trainer(model, s.target_rate, s.target_minutes)
+    trainer = Trainer(model, s.target_rate, s.target_minutes, warm_up=s.warm_up, least_steps=s.least_steps)
     embedding = model.model.embed_tokens.weight
     while trainer.progress < 1:
         window = sample_windows(tokens, starts, s.batch, s.sequence + 1, run.generator)
@@ -591,13 +227,6 @@ def train_target(run: Run) -> None:
             hidden, _ = model(window[:, :-1])
             loss = token_loss(hidden.flatten(0, 1), embedding, window[:, 1:].flatten()).mean()
         trainer.update(loss)
-        if trainer.step_count % 200 == 0:
-            log.info(
-                "target step %d, %.0f%%, loss %.4f",
-                trainer.step_count,
-                100 * trainer.progress,
-                trainer.loss.item(),
-            )
     save_model(run.out / "target", model.state_dict(), config.to_json())
     run.note("target", steps=trainer.step_count, tokens_seen=trainer.step_count * s.batch * s.sequence,
              parameters=sum(p.numel() for p in model.parameters()), train_loss=round(trainer.loss.item(), 4),
@@ -609,9 +238,9 @@ def train_target(run: Run) -> None:
 def held_out_loss(run: Run, model: TrainTarget, held: Tensor) -> float:
     """Mean cross-entropy a token over whole windows of the held-out ids."""
     length = run.s.sequence
-    windows = held[: len(held) // (length + 1) * (length + 1)].view(-1, length + 1)[:512].long()
+    windows = held[: len(held) // (length + 1) * (length + 1)].view(-1, length + 1)[: run.s.held_windows].long()
     losses = []
-    for part in windows.split(run.s.batch):
+    for part in torch.split(windows, run.s.batch):
         with run.autocast(), torch.compiler.set_stance("force_eager"):
             hidden, _ = model(part[:, :-1])
             losses.append(token_loss(hidden.flatten(0, 1), model.model.embed_tokens.weight, part[:, 1:].flatten()))
@@ -686,7 +315,7 @@ def train_drafter(run: Run) -> None:
     held = max(len(rollouts) // 50, 4)
     config = drafter_config(s, run.tokenizer)
     drafter = TrainDrafter(config).to(run.device)
-    trainer = Trainer(drafter, s.drafter_rate, s.drafter_minutes)
+    trainer = Trainer(drafter, s.drafter_rate, s.drafter_minutes, warm_up=s.warm_up, least_steps=s.least_steps)
     weights = torch.exp(-torch.arange(s.block_size - 1, device=run.device) / s.gamma)
     for tokens, anchors in draft_batches(run, rollouts[held:], s.draft_batch):
         with run.autocast():
@@ -697,13 +326,6 @@ def train_drafter(run: Run) -> None:
             losses = token_loss(hidden.flatten(0, 2), embedding, labels.flatten()).view(labels.shape)
             loss = (losses * weights).sum(-1).mean() / weights.sum()
         trainer.update(loss)
-        if trainer.step_count % 200 == 0:
-            log.info(
-                "drafter step %d, %.0f%%, loss %.4f",
-                trainer.step_count,
-                100 * trainer.progress,
-                trainer.loss.item(),
-            )
         if trainer.progress >= 1:
             break
     save_model(run.out / "drafter", drafter.state_dict(), config.to_json())
@@ -711,6 +333,7 @@ def train_drafter(run: Run) -> None:
     run.note("drafter", steps=trainer.step_count, parameters=sum(p.numel() for p in drafter.parameters()),
              train_loss=round(trainer.loss.item(), 4), held_out_accept_length=round(accept, 3),
              minutes=s.drafter_minutes)  # fmt: skip
+    card.write_card(run.out)
 
 
 def block_labels(tokens: Tensor, anchors: Tensor, block: int) -> Tensor:
@@ -745,7 +368,9 @@ def save_model(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -
     folder.mkdir(parents=True, exist_ok=True)
     keep = ("A_log", "dt_bias")
     tensors = {k: (v if k.endswith(keep) else v.to(torch.bfloat16)).contiguous().cpu() for k, v in state.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "model.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors leaves it readable to its owner alone
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
@@ -753,8 +378,36 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+def parse_settings(base: Settings, items: list[str]) -> Settings:
+    """`base` with NAME=VALUE items; ValueError names what is wrong with one."""
+    changes: dict[str, object] = {}
+    for item in items:
+        name, _, text = item.partition("=")
+        kind = type(getattr(base, name, ()))
+        if kind not in (bool, int, float):
+            known = sorted(f.name for f in dataclasses.fields(base) if f.name != "taps")
+            raise ValueError(f"--set {item}: no such setting; settings are {', '.join(known)}")
+        try:
+            changes[name] = _BOOLEANS[text.lower()] if kind is bool else kind(text)
+        except (KeyError, ValueError):
+            wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+            raise ValueError(f"--set {item}: {text!r} is not {wanted}") from None
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+_BOOLEANS = {"true": True, "false": False}
+
+
+def _recorded(facts: Facts) -> Settings:
+    """The settings in `training.json`; what an older file does not name is as the defaults are."""
+    names = {f.name for f in dataclasses.fields(Settings)}
+    known: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in facts["settings"].items() if k in names
+    }
+    return Settings(**known)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchlib.reference_engine.train", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, tokenizer and model card")
@@ -763,28 +416,56 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=0, help="processes that build the corpus; 0: one a core")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace one setting")
+    parser.add_argument("--bench", type=Path, metavar="FILE", help="accept lengths for the card, from bench --json")
+    return parser
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line as the card tells it: without where it wrote and on what it ran."""
+    tiny = " --tiny" if args.tiny else ""
+    changes = "".join(f" --set {item}" for item in args.set)
+    return f"python -m benchlib.reference_engine.train --out DIR{tiny} --stages {args.stages}{changes}"
+
+
+def _make_card(run: Run, bench: Path | None) -> None:
+    if bench is not None:
+        run.facts["accept"] = card.accept_facts(json.loads(bench.read_text(encoding="utf-8")))
+        run.save()
+    card.write_card(run.out)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    parser = _parser()
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    settings = TINY if args.tiny else Settings()
-    kinds = {f.name: type(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
-    changes = {}
-    for item in args.set:
-        name, _, value = item.partition("=")
-        if name not in kinds or kinds[name] is tuple:
-            parser.error(f"--set {item}: no such setting; settings are {', '.join(sorted(kinds))}")
-        changes[name] = kinds[name](value)
-    run = Run(dataclasses.replace(settings, **changes), args.out, args.device)
-    if run.device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True
-        use_compiler(True)
+    wanted = args.stages.split(",")
+    facts: Facts = {}
+    if "tokens" not in wanted and (args.out / card.FACTS).is_file():
+        facts = json.loads((args.out / card.FACTS).read_text(encoding="utf-8"))
+    base = _recorded(facts) if facts else TINY if args.tiny else Settings()
+    try:
+        settings = parse_settings(base, args.set)
+        run = Run(settings, args.out, args.device, command=_command(args), facts=facts)
+    except (ValueError, RuntimeError) as error:  # a setting, a device
+        parser.error(str(error))
     stages: dict[str, Callable[[], None]] = {
         "tokens": lambda: make_tokens(run, args.workers), "target": lambda: train_target(run),
         "rollouts": lambda: make_rollouts(run), "drafter": lambda: train_drafter(run),
+        "card": lambda: _make_card(run, args.bench),
     }  # fmt: skip
-    for name in args.stages.split(","):
+    for name in wanted:
         if name not in stages:
             parser.error(f"unknown stage {name!r}; stages are {', '.join(stages)}")
-        stages[name]()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    if run.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        use_compiler(True)
+    for name in wanted:
+        log.info("stage %s", name)
+        try:
+            stages[name]()
+        except FileNotFoundError as error:
+            parser.error(f"stage {name} needs a file that an earlier stage leaves: {error}")
 
 
 if __name__ == "__main__":
