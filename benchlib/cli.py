@@ -33,35 +33,19 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130
+RESULTS = Path("results")
 # Those of a summary that fit a terminal; --json has them all.
 SUMMARY_COLUMNS = (
-    *(
-        "run",
-        "status",
-        "engine",
-        "prompt",
-        "max_new_tokens",
-        "concurrency",
-        "n_requests",
-        "decode_tok_s",
-    ),
-    *("ttft_s", "accept_length", "step_ms", "speedup", "speedup_low", "speedup_high"),
-)
+    "run", "status", "engine", "prompt", "max_new_tokens", "concurrency", "n_requests", "decode_tok_s", "ttft_s",
+    "accept_length", "step_ms", "speedup", "speedup_low", "speedup_high",
+)  # fmt: skip
+SET_HELP = "key=value replaces a key of the sweep; dotted for nested ones; values as in TOML"
+ONLY_HELP = "run or condition to keep, such as tp1-b16; may be repeated"
 SweepFile = Annotated[Path, typer.Argument(help="a sweep file, as in notebooks/sweeps/")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="key=value replaces a key of the sweep; dotted for nested ones; values as in TOML",
-    ),
-]
-OnlyOption = Annotated[
-    list[str] | None,
-    typer.Option("--only", help="run or condition to keep, such as tp1-b16; may be repeated"),
-]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)]
+OnlyOption = Annotated[list[str] | None, typer.Option("--only", help=ONLY_HELP)]
 ResultsOption = Annotated[Path, typer.Option("--results", help="folder of the campaigns")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-RESULTS = Path("results")
 
 
 def main() -> None:
@@ -81,23 +65,19 @@ def plan(
     results: ResultsOption = RESULTS,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every run of a sweep in measuring order, and which are finished. Starts nothing."""
+    """Show every run of a sweep in measuring order, its state, and for about how long it would run. Starts nothing."""
     from benchlib.sweep import plan_sweep, select_runs
 
+    planned = plan_sweep(select_runs(_load(sweep, settings), only or ()), results)
+    fields = ("engine", "tp_size", "method", "tree_budget", "start", "hash")
     rows = [
-        {
-            "run": spec.run_name,
-            "state": state,
-            "engine": spec.engine,
-            "tp_size": spec.tp_size,
-            "method": spec.method,
-            "tree_budget": spec.tree_budget,
-            "start": spec.start,
-            "hash": spec.hash,
-        }
-        for spec, state in plan_sweep(select_runs(_load(sweep, settings), only or ()), results)
+        {"run": p.spec.run_name, "state": p.state, **{name: getattr(p.spec, name) for name in fields}}
+        | {"estimate_s": p.estimate_s}
+        for p in planned
     ]
-    _show(rows, as_json, title=f"{len(rows)} runs")
+    estimates = [p.estimate_s for p in planned if p.estimate_s is not None]
+    total = f" in about {sum(estimates):.0f} s by earlier records" if len(estimates) == len(planned) else ""
+    _show(rows, as_json, f"{len(rows)} runs, {sum(p.state != 'finished' for p in planned)} to do{total}")
 
 
 @app.command()
@@ -154,8 +134,10 @@ def report(
     from benchlib.report import build_report
 
     made = build_report(folders, out)
-    typer.echo(f"HTML:   {made.html}\ntables: {out / 'tables'} ({len(made.tables)} files)")
-    typer.echo(f"PDF:    {made.pdf or f'none: {made.pdf_reason}'}")
+    typer.echo(f"HTML:    {made.html}")
+    typer.echo(f"tables:  {out / 'tables'} ({len(made.tables)} files)")
+    typer.echo(f"figures: {out / 'figures'} ({len(made.figures)} files)")
+    typer.echo(f"PDF:     {made.pdf or f'none: {made.pdf_reason}'}")
 
 
 @app.command()
@@ -170,13 +152,12 @@ def serve(
     log: Annotated[Path, typer.Option(help="folder of server.log")] = Path(),
 ) -> None:
     """Start a server in the foreground and print its address; Ctrl-C ends it."""
+    given = {name: value for name, value in locals().items() if name not in ("port", "log")}
     from benchlib.server import start_server
     from benchlib.spec import RunSpec
     from benchlib.sweep import signals_raise
 
-    names = ("engine", "method", "tree_budget", "tp_size", "model_path", "draft_model_path")
-    values = locals()
-    spec = RunSpec.from_parameters({name: values[name] for name in names})
+    spec = RunSpec.from_parameters(given)
     try:
         with signals_raise(), start_server(spec, folder=log, port=port) as server:
             typer.echo(server.record.url)
@@ -190,28 +171,25 @@ def serve(
 def _load(path: Path, settings: list[str] | None) -> Sweep:
     from benchlib.spec import load_sweep
 
-    overrides: dict[str, Any] = {}
+    lines = []
     for setting in settings or ():
         key, separator, text = setting.partition("=")
         if not separator or not key:
             raise SpecError(f"--set {setting!r} is not key=value")
-        _put(overrides, key.split("."), _value(text))
+        lines.append(f"{key} = {text if _is_toml(f'value = {text}') else json.dumps(text)}")
+    try:
+        overrides = tomllib.loads("\n".join(lines))
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"--set cannot be read: {error}; given: {'; '.join(lines)}") from error
     return load_sweep(path, **overrides)
 
 
-def _value(text: str) -> Any:
-    """As TOML would read it; what is not TOML is a string, so that names need no quotes."""
+def _is_toml(line: str) -> bool:
+    """What is not TOML is a string, so that names need no quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return bool(tomllib.loads(line))
     except tomllib.TOMLDecodeError:
-        return text
-
-
-def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
-    *parents, last = keys
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    tree[last] = value
+        return False
 
 
 def _campaign(name: str, results: Path) -> Path:
@@ -252,39 +230,20 @@ def _cell(value: object) -> str:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int, int, RunSpec, Outcome | None], None]]:
-    """A bar with the time left on a terminal; plain lines elsewhere."""
-    if not sys.stderr.isatty():
-        began = time.monotonic()
-
-        def line(done: int, total: int, spec: RunSpec, outcome: Outcome | None) -> None:
-            if outcome is not None:
-                left = (time.monotonic() - began) / done * (total - done)
-                typer.echo(
-                    f"[{done}/{total}] {spec.run_name} {outcome.status} {outcome.seconds:.1f} s, "
-                    f"about {left:.0f} s left",
-                    err=True,
-                )
-
-        yield line
-        return
+    """A line for each run that ended, and on a terminal a bar below them, both with the time left."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import Progress
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=3600) as bar:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    began = time.monotonic()
+    with Progress(console=console, disable=not console.is_terminal, speed_estimate_period=3600) as bar:
         task = bar.add_task("starting", total=total)
 
         def move(done: int, total: int, spec: RunSpec, outcome: Outcome | None) -> None:
             bar.update(task, completed=done, description=spec.run_name)
             if outcome is not None:
-                bar.console.print(f"{spec.run_name:12} {outcome.status:8} {outcome.seconds:6.1f} s")
+                left = (time.monotonic() - began) / done * (total - done)
+                ended = f"[{done}/{total}] {spec.run_name} {outcome.status} {outcome.seconds:.1f} s"
+                console.print(f"{ended}, about {left:.0f} s left", markup=False)
 
         yield move

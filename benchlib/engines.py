@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +29,20 @@ __all__ = [
 ]
 
 ALGORITHMS = {"auto": None, "linear": "DFLASH", "ddtree": "DDTREE"}
-MODULES: dict[Engine, str] = {
-    "reference": "benchlib.reference_engine.server",
-    "sglang": "sglang.launch_server",
-}
+MODULES: dict[Engine, str] = {"reference": "benchlib.reference_engine.server", "sglang": "sglang.launch_server"}
 # What the embedded engine's command line knows; SGLang's is asked.
-REFERENCE_FLAGS = frozenset(
-    (
-        *("--model-path", "--host", "--port", "--tp-size", "--threads", "--random-seed"),
-        *("--max-running-requests", "--enable-metrics", "--disable-radix-cache"),
-        *("--speculative-algorithm", "--speculative-draft-model-path"),
-        *("--speculative-num-draft-tokens", "--speculative-ddtree-budget"),
-    )
-)
+REFERENCE_FLAGS = frozenset([
+    "--model-path", "--host", "--port", "--tp-size", "--threads", "--random-seed", "--max-running-requests",
+    "--enable-metrics", "--disable-radix-cache", "--speculative-algorithm", "--speculative-draft-model-path",
+    "--speculative-num-draft-tokens", "--speculative-ddtree-budget",
+])  # fmt: skip
+# Conditions that would otherwise differ between methods or leak from one request into the next.
+MATCHED_FLAGS = {
+    "--enable-metrics": (),
+    "--disable-radix-cache": (),
+    "--disable-flashinfer-autotune": (),
+    "--min-free-slots-delay": ("1",),
+}
 PYTHON_VARIABLE = "BENCHLIB_SGLANG_PYTHON"
 PROBE_TIMEOUT_S = 180.0
 
@@ -55,13 +55,6 @@ class Launch:
     env: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Flag:
-    name: str
-    values: tuple[str, ...] = ()
-    required: bool = False
-
-
 def server_python(spec: RunSpec) -> str:
     """The interpreter that starts the engine: the spec's, the environment variable's (sglang), or this one."""
     named = os.environ.get(PYTHON_VARIABLE, "") if spec.engine == "sglang" else ""
@@ -72,43 +65,39 @@ def build_launch(spec: RunSpec, *, host: str, port: int) -> Launch:
     """The command that starts the server of `spec`. UnavailableError when the engine cannot do what it asks for."""
     python = server_python(spec)
     known = _known_flags(spec.engine, python)
-    _check_available(spec, known, python)
+    version = engine_version(spec.engine, python)
+    engine = f"{spec.engine} {version}" if version else spec.engine
+    _check_available(spec, known, engine)
+    given = {argument.partition("=")[0] for argument in spec.server_args}
     argv = [python, "-m", MODULES[spec.engine]]
-    for flag in _flags(spec, host, port):
-        given = flag.name in spec.server_args
-        if flag.name in known and not given:
-            argv += [flag.name, *flag.values]
-        elif flag.required and not given:
-            raise UnavailableError(f"{_named(spec.engine, python)} has no {flag.name}, which {spec.run_name} needs")
+    for flag, values in MATCHED_FLAGS.items():
+        if flag in known - given:
+            argv += [flag, *values]
+    for flag, value in _needed_flags(spec, host, port).items():
+        if flag not in known:
+            raise UnavailableError(f"{engine} has no {flag}, which {spec.run_name} needs")
+        if flag not in given:
+            argv += [flag, str(value)]
     return Launch((*argv, *spec.server_args), dict(spec.server_env))
 
 
-def _flags(spec: RunSpec, host: str, port: int) -> Iterator[_Flag]:
-    if spec.model_path:
-        yield _Flag("--model-path", (spec.model_path,), required=True)
-    elif spec.engine == "sglang":
-        raise SpecError("engine sglang has no default model: set model_path in [engines.sglang]")
-    yield _Flag("--host", (host,), required=True)
-    yield _Flag("--port", (str(port),), required=True)
-    yield _Flag("--tp-size", (str(spec.tp_size),), required=True)
-    yield _Flag("--random-seed", (str(spec.seed),), required=True)
-    yield _Flag("--max-running-requests", (str(spec.max_running_requests),), required=True)
-    # Conditions that would otherwise differ between methods or leak from one request into the next.
-    yield _Flag("--enable-metrics")
-    yield _Flag("--disable-radix-cache")
-    yield _Flag("--disable-flashinfer-autotune")
-    yield _Flag("--min-free-slots-delay", ("1",))
+def _needed_flags(spec: RunSpec, host: str, port: int) -> dict[str, str | int]:
+    flags: dict[str, str | int] = {"--model-path": spec.model_path} if spec.model_path else {}
+    flags |= {"--host": host, "--port": port, "--tp-size": spec.tp_size, "--random-seed": spec.seed}
+    flags["--max-running-requests"] = spec.max_running_requests
     if algorithm := ALGORITHMS[spec.method]:
-        yield _Flag("--speculative-algorithm", (algorithm,), required=True)
+        flags["--speculative-algorithm"] = algorithm
+        flags["--speculative-num-draft-tokens"] = spec.block_size
         if spec.draft_model_path:
-            yield _Flag("--speculative-draft-model-path", (spec.draft_model_path,), required=True)
-        yield _Flag("--speculative-num-draft-tokens", (str(spec.block_size),), required=True)
+            flags["--speculative-draft-model-path"] = spec.draft_model_path
     if spec.tree_budget is not None:
-        yield _Flag("--speculative-ddtree-budget", (str(spec.tree_budget),), required=True)
+        flags["--speculative-ddtree-budget"] = spec.tree_budget
+    return flags
 
 
-def _check_available(spec: RunSpec, known: frozenset[str], python: str) -> None:
-    engine = _named(spec.engine, python)
+def _check_available(spec: RunSpec, known: frozenset[str], engine: str) -> None:
+    if spec.engine == "sglang" and not spec.model_path:
+        raise SpecError("engine sglang has no default model: set model_path in [engines.sglang]")
     if spec.method == "ddtree" and "--speculative-ddtree-budget" not in known:
         raise UnavailableError(
             f"method ddtree is unavailable in {engine}: its command line has no --speculative-ddtree-budget. "
@@ -116,27 +105,13 @@ def _check_available(spec: RunSpec, known: frozenset[str], python: str) -> None:
         )
     if spec.engine != "sglang" or spec.method == "auto":
         return
-    if _device(spec.server_args) == "cpu":
+    if re.search(r"--device[ =]cpu\b", " ".join(spec.server_args)):
         raise UnavailableError(
             f"method {spec.method} is unavailable in {engine} on device cpu: it refuses speculation there. "
             "Run it on a GPU, or use engine reference"
         )
     if not spec.draft_model_path:
         raise SpecError(f"method {spec.method} on sglang needs draft_model_path in [engines.sglang]")
-
-
-def _device(server_args: tuple[str, ...]) -> str | None:
-    for index, argument in enumerate(server_args):
-        if argument == "--device" and index + 1 < len(server_args):
-            return server_args[index + 1]
-        if argument.startswith("--device="):
-            return argument.partition("=")[2]
-    return None
-
-
-def _named(engine: Engine, python: str) -> str:
-    version = engine_version(engine, python)
-    return f"{engine} {version}" if version else engine
 
 
 @functools.cache
@@ -156,15 +131,10 @@ def _known_flags(engine: Engine, python: str) -> frozenset[str]:
     """Flags of the installed engine: declared for the embedded one, read from `--help` for SGLang (seconds)."""
     if engine == "reference":
         return REFERENCE_FLAGS
+    command = [python, "-m", MODULES[engine], "--help"]
     advice = f"Install sglang there, or set server_python or {PYTHON_VARIABLE} to an interpreter that has it"
     try:
-        result = subprocess.run(
-            [python, "-m", MODULES[engine], "--help"],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-            check=False,
-        )
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"cannot ask {python} for SGLang's flags: {error}. {advice}") from error
     flags = frozenset(re.findall(r"--[a-z0-9][a-z0-9-]+", result.stdout))
@@ -195,9 +165,7 @@ def check_server_info(spec: RunSpec, info: dict[str, Any]) -> None:
     if spec.model_path:
         planned["model_path"] = spec.model_path
     wrong = [
-        f"{key} is {info[key]!r}, planned {value!r}"
-        for key, value in planned.items()
-        if key in info and info[key] != value
+        f"{key} is {info[key]!r}, planned {plan!r}" for key, plan in planned.items() if info.get(key, plan) != plan
     ]
     if spec.tree_budget is not None and "speculative_ddtree_budget" not in info:
         wrong.append(f"speculative_ddtree_budget is not reported, planned {spec.tree_budget}")

@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,9 @@ ENGINE_FILES = (".py", ".safetensors", ".json")
 def collect_environment(spec: RunSpec) -> dict[str, Any]:
     """Provenance of a run about to start; `identity` is what resuming compares. Unknown values are None."""
     versions = {name: _version(name) for name in PACKAGES}
-    python = server_python(spec)
-    engine = engine_version(spec.engine, python)
+    engine = engine_version(spec.engine, server_python(spec))
     gpus = list_gpus()
-    cpu = _cpu_model()
+    cpu = _line("/proc/cpuinfo", "model name") or platform.processor() or None
     return {
         "python": platform.python_version(),
         "packages": versions,
@@ -45,14 +45,18 @@ def collect_environment(spec: RunSpec) -> dict[str, Any]:
         "cpu_model": cpu,
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "boot_id": _read(Path("/proc/sys/kernel/random/boot_id")),
-        "load_average_1m": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "boot_id": _line("/proc/sys/kernel/random/boot_id"),
+        "load_average_1m": psutil.getloadavg()[0],
         "gpus": gpus,
         "identity": {
             "packages": {name: versions[name] for name in IDENTITY_PACKAGES},
             "engine_version": engine,
             "engine_digest": _engine_digest() if spec.engine == "reference" else None,
-            "variables": _variables(),
+            "variables": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith(VARIABLE_PREFIXES) and not any(word in name for word in SECRETS)
+            },
             "gpus": [gpu["uuid"] for gpu in gpus],
             "cpu_model": cpu,
         },
@@ -63,10 +67,10 @@ def list_gpus() -> list[dict[str, Any]]:
     """UUID, name, PCI bus and driver of each NVIDIA GPU; empty where there is no driver."""
     try:
         import pynvml
+
+        pynvml.nvmlInit()
     except ImportError:
         return []
-    try:
-        pynvml.nvmlInit()
     except pynvml.NVMLError:
         return []
     try:
@@ -96,46 +100,27 @@ def read_git(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        result = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
-def _cpu_model() -> str | None:
-    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-
-
-def _variables() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(VARIABLE_PREFIXES) and not any(word in name for word in SECRETS)
-    }
+def _line(path: str, key: str = "") -> str | None:
+    """The first line of a file in /proc that begins with `key`: what follows its colon, or all of it without a key."""
+    with suppress(OSError):
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            if line.startswith(key):
+                return (line.partition(":")[2] if key else line).strip()
+    return None
 
 
 @functools.cache

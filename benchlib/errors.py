@@ -1,14 +1,14 @@
 """Every error benchlib raises on purpose.
 
 BenchlibError
-├── SpecError           a sweep, run or workload that cannot be run as written
-├── UnavailableError    the engine lacks what the run asks for (a method, a flag, a package)
-├── PlacementError      the machine cannot host the run as asked
-├── ServerError         the server did not start, died, hung or is not the one planned
-├── RequestError        a request could not be measured
-├── RecordError         a record is missing, partial, of another schema or inconsistent
-├── ComparisonError     runs that may not be compared
-└── ReportError         a table, figure or document could not be made
+├── SpecError
+├── UnavailableError
+├── PlacementError
+├── ServerError
+├── RequestError
+├── RecordError
+├── ComparisonError
+└── ReportError
 
 A text says what failed, the value seen, what was allowed and what to do. The command line prints it without a
 traceback and exits with `exit_code`.
@@ -17,16 +17,9 @@ traceback and exits with `exit_code`.
 from __future__ import annotations
 
 __all__ = [
-    "BenchlibError",
-    "ComparisonError",
-    "PlacementError",
-    "RecordError",
-    "ReportError",
-    "RequestError",
-    "ServerError",
-    "SpecError",
-    "UnavailableError",
-]
+    "BenchlibError", "ComparisonError", "PlacementError", "RecordError", "ReportError", "RequestError",
+    "ServerError", "SpecError", "UnavailableError",
+]  # fmt: skip
 
 
 class BenchlibError(Exception):
@@ -42,7 +35,7 @@ class SpecError(BenchlibError):
 
 
 class UnavailableError(BenchlibError):
-    """The engine lacks what the run asks for; the run is recorded as failed, never filled in."""
+    """The engine lacks what the run asks for (a method, a flag, a package): recorded as failed, never filled in."""
 
 
 class PlacementError(BenchlibError):

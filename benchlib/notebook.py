@@ -48,9 +48,7 @@ def execute_notebook(
             while not wait([future], JOIN_S).done:
                 watch()
         finally:
-            for pid in manager.pids:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
+            manager.kill()
         return future.result()
 
 
@@ -84,16 +82,17 @@ def _papermill(source: Path, output: Path, parameters: dict[str, Any], manager: 
 def _kernel_manager(folder: Path) -> Any:
     """A kernel manager class whose kernel is this interpreter, whatever kernelspecs the machine has.
 
-    Its channels are files in `folder`: no ports to clash, and no warning about unencrypted TCP.
+    Its channels are files in `folder`: no ports to clash, and no warning about unencrypted TCP. One class an
+    execution, because papermill makes the instance; `kill` ends its kernels, one that is still to come included.
     """
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
 
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    pids: list[int] = []
+    killed = False
 
     class OwnKernelManager(AsyncKernelManager):
-        pids: list[int] = []  # noqa: RUF012 - one class a run, shared on purpose with execute_notebook
-
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs, transport="ipc", connection_file=str(folder / "kernel.json"))
 
@@ -103,6 +102,16 @@ def _kernel_manager(folder: Path) -> Any:
 
         async def start_kernel(self, **kwargs: Any) -> None:  # type: ignore[override]
             await super().start_kernel(**kwargs)
-            self.pids.append(cast(Any, self.provisioner).pid)
+            pids.append(cast(Any, self.provisioner).pid)
+            if killed:
+                self.kill()
+
+        @staticmethod
+        def kill() -> None:
+            nonlocal killed
+            killed = True
+            for pid in pids:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
 
     return OwnKernelManager

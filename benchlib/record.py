@@ -22,18 +22,9 @@ from benchlib.errors import RecordError
 from benchlib.spec import Frozen, RunSpec, content_hash
 
 __all__ = [
-    "SCHEMA_VERSION",
-    "CellRecord",
-    "RequestRecord",
-    "RunRecord",
-    "ServerRecord",
-    "load_record",
-    "load_requests",
-    "run_folder",
-    "run_identity",
-    "save_run",
-    "write_atomic",
-]
+    "SCHEMA_VERSION", "CellRecord", "RequestRecord", "RunRecord", "ServerRecord", "load_record", "load_requests",
+    "run_folder", "run_identity", "save_run", "write_atomic",
+]  # fmt: skip
 
 SCHEMA_VERSION = 1
 Tick = tuple[float, int]
@@ -83,15 +74,11 @@ class ServerRecord(Frozen):
     url: str
     attached: bool = False
     argv: tuple[str, ...] = ()
-    env: dict[str, str] = Field(
-        default_factory=dict, description="variables set for the server beyond the inherited ones"
-    )
+    env: dict[str, str] = Field(default_factory=dict, description="variables beyond the inherited ones")
     pid: int | None = None
     startup_s: float | None = None
     version: str | None = None
-    verify_tokens: int | None = Field(
-        None, description="tokens of one verify forward: 1 + nodes; None when autoregressive"
-    )
+    verify_tokens: int | None = Field(None, description="of one verify forward: 1 + nodes; None: autoregressive")
     effective_max_running_requests: int | None = None
     info: dict[str, Any] = Field(default_factory=dict, description="/server_info, less what may hold secrets")
     log: str = Field("", description="the log's path inside the run's folder")
@@ -157,9 +144,7 @@ def load_record(folder: Path | str) -> RunRecord:
     folder = Path(folder)
     path = folder / "record.json"
     try:
-        record = RunRecord.model_validate_json(path.read_bytes())
-    except FileNotFoundError as error:
-        raise RecordError(f"{folder} holds no record.json: the run did not finish; run its sweep again") from error
+        record = RunRecord.model_validate_json(_read(path))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
@@ -167,8 +152,13 @@ def load_record(folder: Path | str) -> RunRecord:
             f"{path} is not a record of schema {SCHEMA_VERSION}: {where}: {first['msg']}; "
             "move it away and run its sweep again"
         ) from None
-    if record.requests_sha256 is not None:
-        _check_requests(folder / "requests.jsonl", record.requests_sha256)
+    if (expected := record.requests_sha256) is not None:
+        seen = hashlib.sha256(_read(folder / "requests.jsonl")).hexdigest()
+        if seen != expected:
+            raise RecordError(
+                f"{folder / 'requests.jsonl'} has SHA-256 {seen[:12]}..., its record says {expected[:12]}...: "
+                "it was cut or changed; run the sweep again"
+            )
     return record
 
 
@@ -176,22 +166,13 @@ def load_requests(folder: Path | str) -> Sequence[RequestRecord]:
     """Every request of a run, warm-ups and failed ones included, in the order they were sent."""
     path = Path(folder) / "requests.jsonl"
     try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError as error:
-        raise RecordError(f"{path} is missing: run the sweep again") from error
-    try:
-        return [RequestRecord.model_validate_json(line) for line in lines]
+        return [RequestRecord.model_validate_json(line) for line in _read(path).splitlines()]
     except ValidationError as error:
         raise RecordError(f"{path} has a broken line: {error.errors()[0]['msg']}; run its sweep again") from None
 
 
-def _check_requests(path: Path, expected: str) -> None:
+def _read(path: Path) -> bytes:
     try:
-        seen = hashlib.sha256(path.read_bytes()).hexdigest()
+        return path.read_bytes()
     except FileNotFoundError as error:
-        raise RecordError(f"{path} is missing though its record names it: run the sweep again") from error
-    if seen != expected:
-        raise RecordError(
-            f"{path} has SHA-256 {seen[:12]}..., its record says {expected[:12]}...: "
-            "it was cut or changed; run the sweep again"
-        )
+        raise RecordError(f"{path} is missing: the run did not finish; run its sweep again") from error

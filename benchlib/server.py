@@ -8,12 +8,11 @@ so, and has generated a token.
 from __future__ import annotations
 
 import os
-import signal
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,7 @@ from typing import Any, Self
 import psutil
 
 from benchlib.client import call, generate_round, get_json, run_async
-from benchlib.engines import Launch, build_launch, check_server_info, verify_tokens
+from benchlib.engines import build_launch, check_server_info, verify_tokens
 from benchlib.errors import RequestError, ServerError
 from benchlib.record import ServerRecord, write_atomic
 from benchlib.spec import RunSpec
@@ -40,48 +39,28 @@ DEATH_S = 2.0  # from a lost connection until the process is seen to be gone
 GRACE_S = 15.0  # SGLang sleeps five seconds in its shutdown
 STOP_TIMEOUT_S = 30.0
 LOG_LINES = 20
-SECRET_WORDS = ("key", "token", "password", "secret")
-# Names that hold "token" yet count or name no secret.
-HARMLESS_WORDS = (
-    "tokens",
-    "tokenizer",
-    "token_usage",
-    "token_latency",
-    "token_map",
-    "time_to_first",
-)
+# Some names hold "token" yet count or name no secret.
+SECRET = re.compile(r"key|password|secret|(?<!first_)token(?!s|izer|_usage|_latency|_map)", re.IGNORECASE)
 
 
 class Server:
-    """A running server and its record; a context manager that ends what it started and leaves alone what it did not."""
+    """A running server and its record, which somebody else ends; a context manager like those that are ended here."""
 
-    def __init__(self, record: ServerRecord, holder: _Holder | None = None) -> None:
+    def __init__(self, record: ServerRecord) -> None:
         self.record = record
-        self._holder = holder
+
+    def poll(self) -> bool:
+        """Whether it is ready. ServerError when it died, is too late, or is not the one planned."""
+        return True
 
     def stop(self) -> None:
-        """End the server's whole process group; no effect on an attached one. ServerError if anything survives."""
-        if self._holder is not None:
-            self._holder.stop()
-
-    def exit_code(self) -> int | None:
-        """Its exit code once it has ended; None while it runs, and always for an attached one."""
-        return self._holder.exit_code() if self._holder is not None else None
-
-    def failure(self, what: str) -> ServerError:
-        """The error `the server <what>`, with the log's last lines where the log is ours."""
-        if self._holder is None:
-            return ServerError(f"the server at {self.record.url} {what}")
-        return self._holder.failure(what)
+        """End it, with its whole process group, where it was started here. ServerError if anything survives."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
 
@@ -89,14 +68,14 @@ class Server:
 def open_server(spec: RunSpec, *, folder: Path, url: str = "") -> Server:
     """The server that measures `spec`: the one at `url`, the one `spec.attach` names, or a new one."""
     if url:
-        held = _held(folder / SERVER_FILE, url, spec.startup_timeout_s)
         # The sweep that started and checked it left its record here; an address alone is somebody else's server.
+        held = _wait_for_record(folder / SERVER_FILE, url, spec.startup_timeout_s)
         return Server(held) if held is not None else attach_server(spec, url=url)
     return attach_server(spec, url=spec.attach) if spec.attach else start_server(spec, folder=folder)
 
 
-def _held(path: Path, url: str, timeout_s: float) -> ServerRecord | None:
-    """The record of a sweep's server at `url`, waited for while that starts; None: no sweep holds one there."""
+def _wait_for_record(path: Path, url: str, timeout_s: float) -> ServerRecord | None:
+    """The record of a sweep's server at `url` once that is ready; None: no sweep holds one there."""
     until = time.monotonic() + timeout_s
     while path.is_file():
         held = ServerRecord.model_validate_json(path.read_bytes())
@@ -119,95 +98,36 @@ def attach_server(spec: RunSpec, *, url: str) -> Server:
     return Server(_with_info(ServerRecord(url=url, attached=True), info))
 
 
-def start_server(spec: RunSpec, *, folder: Path, port: int | None = None) -> Server:
+def start_server(spec: RunSpec, *, folder: Path, port: int | None = None) -> Starting:
     """Start a server and wait until it is ready.
 
     Raises UnavailableError before anything starts, ServerError with the log's last lines when it does not come up.
     """
-    starting = Starting(spec, folder=folder, port=port)
+    server = Starting(spec, folder=folder, port=port)
     try:
-        while (server := starting.poll()) is None:
+        while not server.poll():
             time.sleep(POLL_S)
     except BaseException:
-        starting.stop()
+        server.stop()
         raise
     return server
 
 
-class Starting:
-    """A server on its way; a context manager that ends it. Its address is known and in `server.json` at once.
+class Starting(Server):
+    """A server that this process starts and ends. Its address is known, and in `server.json`, before it is ready.
 
     Others may thus get ready meanwhile: a notebook's kernel takes as long to start as a small server.
     """
 
     def __init__(self, spec: RunSpec, *, folder: Path, port: int | None = None) -> None:
-        self._spec, self._port = spec, port or _free_port()
+        self._spec, self._folder, self._port = spec, folder, port or _free_port()
         launch = build_launch(spec, host=HOST, port=self._port)
-        self._path = folder / SERVER_FILE
         folder.mkdir(parents=True, exist_ok=True)
-        self._holder = _Holder(launch, folder / LOG_FILE)
-        self.server: Server | None = None
-        self.record = ServerRecord(
-            url=f"http://{HOST}:{self._port}",
-            argv=tuple(_scrub(argument) for argument in launch.argv),
-            env={name: _scrub(value) for name, value in launch.env.items() if not _secret(name)},
-            pid=self._holder.pid,
-            log=LOG_FILE,
-        )
-        self._write()
-
-    def poll(self) -> Server | None:
-        """The server once it is ready; ServerError when it died, is too late, or is not the one planned."""
-        if self.server is None and self._is_ready():
-            try:
-                self._finish()
-            except RequestError as error:
-                raise self._holder.failure(f"stopped answering: {error}") from error
-        return self.server
-
-    def _finish(self) -> None:
-        holder, limit = self._holder, self._holder.started + self._spec.startup_timeout_s
-        _send_canary(holder, self.record.url, max(limit - time.monotonic(), 1.0))
-        startup_s = time.monotonic() - holder.started
-        info = get_json(f"{self.record.url}/server_info")
-        check_server_info(self._spec, info)
-        self.record = _with_info(self.record.model_copy(update={"startup_s": startup_s}), info)
-        self._write()
-        self.server = Server(self.record, holder)
-
-    def _is_ready(self) -> bool:
-        holder, limit = self._holder, self._spec.startup_timeout_s
-        if (code := holder.exit_code()) is not None:
-            raise holder.failure(f"exited with code {code} after {holder.seconds:.1f} s, before it was ready")
-        if holder.seconds > limit:
-            raise holder.failure(f"was not ready after {limit:g} s (startup_timeout_s)")
-        return _says_ready(self.record.url) and _owns_port(holder.pid, self._port)
-
-    def _write(self) -> None:
-        write_atomic(self._path, self.record.model_dump_json(indent=1).encode())
-
-    def stop(self) -> None:
-        """End the server's whole process group. ServerError if anything survives."""
-        self._holder.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-
-class _Holder:
-    """The supervisor process, and through it the server's process group."""
-
-    def __init__(self, launch: Launch, log: Path) -> None:
-        self.log = log
-        self.started = time.monotonic()
         self._stopped = False
+        self._began = time.monotonic()
+        # The supervisor, and through it the server's process group.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchlib.supervisor", str(log), str(GRACE_S), *launch.argv],
+            [sys.executable, "-m", "benchlib.supervisor", str(folder / LOG_FILE), str(GRACE_S), *launch.argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -217,58 +137,109 @@ class _Holder:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        first = self._process.stdout.readline().strip()
-        if not first:
-            _, errors = self._process.communicate()
-            last = (errors.strip().splitlines() or ["no message"])[-1]
+        pid = self._process.stdout.readline().strip()
+        if not pid:
+            last = (self._process.communicate()[1].strip().splitlines() or ["no message"])[-1]
             raise ServerError(f"cannot start {launch.argv[0]}: {last}")
-        self.pid = int(first)
+        self._pid = int(pid)
+        url, argv = f"http://{HOST}:{self._port}", tuple(map(_shown, launch.argv))
+        super().__init__(ServerRecord(url=url, argv=argv, env=_scrub(launch.env), pid=self._pid, log=LOG_FILE))
+        self._write()
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
+    def poll(self) -> bool:
+        if self.record.startup_s is not None:
+            return True
+        seconds, limit = time.monotonic() - self._began, self._spec.startup_timeout_s
+        if (code := self.exit_code()) is not None:
+            raise self.failure(f"exited with code {code} after {seconds:.1f} s, before it was ready")
+        if seconds > limit:
+            raise self.failure(f"was not ready after {limit:g} s (startup_timeout_s)")
+        if not (_says_ready(self.record.url) and self._owns_port()):
+            return False
+        self._send_canary(min(max(limit - seconds, 1.0), CANARY_TIMEOUT_S))
+        startup_s = time.monotonic() - self._began
+        try:
+            info = get_json(f"{self.record.url}/server_info")
+        except RequestError as error:
+            raise self.failure(f"stopped answering: {error}") from error
+        check_server_info(self._spec, info)
+        self.record = _with_info(self.record.model_copy(update={"startup_s": startup_s}), info)
+        self._write()
+        return True
+
+    def _write(self) -> None:
+        write_atomic(self._folder / SERVER_FILE, self.record.model_dump_json(indent=1).encode())
+
+    def _owns_port(self) -> bool:
+        """Whether the listener is this server; ServerError when somebody else answers there."""
+        connections = psutil.net_connections("tcp")
+        owners = {c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == self._port}
+        if foreign := [pid for pid in owners if _session(pid) != self._pid]:
+            raise ServerError(
+                f"port {self._port} is answered by process {foreign[0] or 'of another user'}, not by the server "
+                f"started (process {self._pid}). A stale server? End it, then run again"
+            )
+        return bool(owners)
+
+    def _send_canary(self, timeout_s: float) -> None:
+        """One token: a server may say that it is ready and yet not generate."""
+        sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        body = {"input_ids": [1, 2, 3, 4], "stream": True, "sampling_params": sampling}
+        (exchange,) = run_async(generate_round(self.record.url, [body], timeout_s=timeout_s))
+        place = {"prompt": "canary", "max_new_tokens": 1, "concurrency": 1, "round": 0}
+        error = request_record(exchange, epoch=exchange.sent, ignore_eos=True, **place).error
+        if error is None:
+            return
+        if (code := self.exit_code(wait_s=DEATH_S)) is not None:
+            seconds = time.monotonic() - self._began
+            raise self.failure(f"exited with code {code} at its first request, {seconds:.1f} s after its start")
+        raise self.failure(f"said it was ready but did not generate one token: {error}")
 
     def exit_code(self, *, wait_s: float = 0.0) -> int | None:
+        """Its exit code once it has ended; None while it runs."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(wait_s)
         return None
 
     def failure(self, what: str) -> ServerError:
         """An error that shows the failing thing itself: the log's end, and where the rest is."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.is_file() else []
+        log = self._folder / LOG_FILE
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
         tail = "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (the log is empty)"
-        return ServerError(f"the server {what}. Last log lines:\n{tail}\nFull log: {self.log}")
+        return ServerError(f"the server {what}. Last log lines:\n{tail}\nFull log: {log}")
 
     def stop(self) -> None:
         if self._stopped:
             return
         self._stopped = True
-        (self.log.parent / SERVER_FILE).unlink(missing_ok=True)
+        (self._folder / SERVER_FILE).unlink(missing_ok=True)
         # Noted now: a child that left the group is found through its parent only while that lives.
         family: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
-            family = psutil.Process(self.pid).children(recursive=True)
+            family = psutil.Process(self._pid).children(recursive=True)
         with suppress(subprocess.TimeoutExpired, BrokenPipeError):
-            self._process.communicate(timeout=STOP_TIMEOUT_S)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        left = _survivors(self.pid, family)
+            self._process.communicate(timeout=STOP_TIMEOUT_S)  # closes its standard input, which ends the group
+        self._process.kill()
+        self._process.wait()
+        left = [p for p in psutil.process_iter() if (p in family or _session(p.pid) == self._pid) and _lives(p)]
         for process in left:
             with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
+                process.kill()
         _, alive = psutil.wait_procs(left, timeout=5)
-        if alive:
-            raise ServerError(f"processes of the server survived SIGKILL: {[p.pid for p in alive]}. End them by hand")
+        if survivors := [p.pid for p in alive if _lives(p)]:
+            raise ServerError(f"processes of the server survived SIGKILL: {survivors}. End them by hand")
 
 
-def _survivors(leader: int, family: Iterable[psutil.Process]) -> list[psutil.Process]:
-    found = {process for process in family if process.is_running()}
-    for process in psutil.process_iter():
-        with suppress(ProcessLookupError, PermissionError, psutil.Error):
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process)
-    return list(found)
+def _session(pid: int | None) -> int | None:
+    with suppress(ProcessLookupError, PermissionError):
+        return None if pid is None else os.getsid(pid)
+    return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _says_ready(url: str) -> bool:
@@ -280,73 +251,27 @@ def _says_ready(url: str) -> bool:
     return False
 
 
-def _owns_port(leader: int, port: int) -> bool:
-    """Whether the listener is the server's; ServerError when somebody else answers there."""
-    owners = {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
-    foreign = [pid for pid in owners if pid is None or not _in_session(pid, leader)]
-    if foreign:
-        raise ServerError(
-            f"port {port} is answered by process {foreign[0] or 'of another user'}, not by the server started "
-            f"(process {leader}). A stale server? End it, then run again"
-        )
-    return bool(owners)
-
-
-def _in_session(pid: int, leader: int) -> bool:
-    with suppress(ProcessLookupError, PermissionError):
-        return os.getsid(pid) == leader
-    return False
-
-
-def _send_canary(holder: _Holder, url: str, timeout_s: float) -> None:
-    """One token: a server may say that it is ready and yet not generate."""
-    body = {
-        "input_ids": [1, 2, 3, 4],
-        "stream": True,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-    }
-    timeout_s = min(timeout_s, CANARY_TIMEOUT_S)
-    exchange = run_async(generate_round(url, [body], timeout_s=timeout_s))[0]
-    place = {"prompt": "canary", "max_new_tokens": 1, "concurrency": 1, "round": 0}
-    error = request_record(exchange, epoch=exchange.sent, ignore_eos=True, **place).error
-    if error is None:
-        return
-    if (code := holder.exit_code(wait_s=DEATH_S)) is not None:
-        raise holder.failure(f"exited with code {code} at its first request, {holder.seconds:.1f} s after its start")
-    raise holder.failure(f"said it was ready but did not generate one token: {error}")
-
-
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    with socket.create_server((HOST, 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _with_info(record: ServerRecord, info: dict[str, Any]) -> ServerRecord:
     states = info.get("internal_states") or [{}]
     limit = states[0].get("effective_max_running_requests_per_dp", info.get("max_running_requests"))
-    return record.model_copy(
-        update={
-            "version": info.get("version"),
-            "verify_tokens": verify_tokens(info),
-            "effective_max_running_requests": limit if isinstance(limit, int) else None,
-            "info": _scrub(info),
-        }
-    )
-
-
-def _secret(name: str) -> bool:
-    low = name.lower()
-    for word in HARMLESS_WORDS:
-        low = low.replace(word, "")
-    return any(word in low for word in SECRET_WORDS)
+    told = {
+        "version": info.get("version"),
+        "verify_tokens": verify_tokens(info),
+        "effective_max_running_requests": limit if isinstance(limit, int) else None,
+        "info": _scrub(info),
+    }
+    return record.model_copy(update=told)
 
 
 def _scrub(value: Any) -> Any:
     """Without what may be secret, and with paths as seen from here: records are published."""
     if isinstance(value, dict):
-        return {key: _scrub(inner) for key, inner in value.items() if not _secret(key)}
+        return {key: _scrub(inner) for key, inner in value.items() if not SECRET.search(key)}
     if isinstance(value, list | tuple):
         return [_scrub(inner) for inner in value]
     return _shown(value) if isinstance(value, str) else value

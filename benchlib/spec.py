@@ -16,28 +16,31 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from benchlib.errors import SpecError
 
 __all__ = [
-    "Engine",
-    "EngineOptions",
-    "Method",
-    "NumaPolicy",
-    "RunSpec",
-    "Sweep",
-    "Workload",
-    "content_hash",
-    "load_sweep",
-]
+    "Engine", "EngineOptions", "Frozen", "Method", "NumaPolicy", "RunSpec", "Sweep", "Workload",
+    "content_hash", "load_sweep",
+]  # fmt: skip
+
+
+def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) != len(values):
+        raise ValueError(f"names a value twice: {list(values)}")
+    return values
+
 
 Engine = Literal["reference", "sglang"]
 Method = Literal["auto", "linear", "ddtree"]
 NumaPolicy = Literal["pack", "allow-cross", "spread"]
 PromptSet = Literal["openings", "instructions", "random-ids"]
-M = TypeVar("M", bound=BaseModel)
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Positive = Annotated[int, Field(ge=1)]
+TreeBudget = Annotated[int, Field(ge=1, le=1024, description="nodes beside the root")]
+Unique = AfterValidator(_unique)
+M = TypeVar("M", bound=BaseModel)
 
 
 class Frozen(BaseModel):
@@ -55,51 +58,50 @@ def content_hash(value: object) -> str:
 class Workload(Frozen):
     """The cells measured inside one server start: prompts x max_new_tokens x concurrency."""
 
-    prompts: tuple[str, ...] = Field(("fib", "qsort", "arith", "json"), min_length=1)
+    prompts: Annotated[tuple[str, ...], Field(min_length=1), Unique] = ("fib", "qsort", "arith", "json")
     prompt_set: PromptSet = "openings"
-    max_new_tokens: tuple[Positive, ...] = Field((256,), min_length=1)
-    concurrency: tuple[Positive, ...] = Field((1,), min_length=1)
+    max_new_tokens: Annotated[tuple[Positive, ...], Field(min_length=1), Unique] = (256,)
+    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1), Unique] = (1,)
     warmups: int = Field(1, ge=0, description="untimed rounds of each cell, of 32 tokens at most, kept apart")
     repeats: int = Field(3, ge=1, description="timed rounds of each cell; a round is `concurrency` requests at once")
     temperature: float = Field(0.0, ge=0.0)
     ignore_eos: bool = True
 
-    @model_validator(mode="after")
-    def _no_doubles(self) -> Self:
-        for name in ("prompts", "max_new_tokens", "concurrency"):
-            values = getattr(self, name)
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name} names a value twice: {list(values)}")
-        return self
 
+class EngineSettings(Frozen):
+    """How an engine is started; its own defaults where a value is empty."""
 
-class RunSpec(Frozen):
-    """One server start of one condition, fully resolved."""
-
-    campaign: str = Field("adhoc", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    engine: Engine = "reference"
-    tp_size: Positive = 1
-    method: Method = "auto"
-    tree_budget: int | None = Field(None, ge=1, le=1024, description="nodes beside the root; only with ddtree")
-    block_size: int = Field(16, ge=2, le=64, description="DFlash block: anchor + block_size - 1 drafts")
-    start: Positive = 1
-    model_path: str = Field("", description="empty: the engine's own default")
-    draft_model_path: str = Field("", description="empty: the engine's own default")
+    model_path: str = ""
+    draft_model_path: str = ""
     weights: Literal["real", "random"] = "real"
+    server_python: str = Field("", description="interpreter that has the engine; empty: this one")
+    server_args: tuple[str, ...] = ()
+    server_env: dict[str, str] = Field(default_factory=dict)
+
+
+class Conditions(Frozen):
+    """What a sweep holds equal in all of its runs."""
+
+    engine: Engine = "reference"
+    block_size: int = Field(16, ge=2, le=64, description="DFlash block: anchor + block_size - 1 drafts")
     seed: int = 0
     nccl_profile: str = "none"
     numa_policy: NumaPolicy = "pack"
     max_running_requests: Positive = 8
-    server_python: str = Field("", description="interpreter that has the engine; empty: this one")
-    server_args: tuple[str, ...] = ()
-    server_env: dict[str, str] = Field(default_factory=dict)
-    attach: str = Field(
-        "",
-        description="URL of a running server that is measured but never stopped; empty: start one",
-    )
+    attach: str = Field("", description="URL of a server to measure and never stop; empty: start one")
     startup_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(600.0, gt=0)
     workload: Workload = Workload()
+
+
+class RunSpec(Conditions, EngineSettings):
+    """One server start of one condition, fully resolved."""
+
+    campaign: FolderName = "adhoc"
+    tp_size: Positive = 1
+    method: Method = "auto"
+    tree_budget: TreeBudget | None = None
+    start: Positive = 1
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -140,96 +142,53 @@ class RunSpec(Frozen):
     @classmethod
     def from_parameters(cls, parameters: dict[str, Any]) -> Self:
         """Build from flat notebook parameters; raises SpecError with every problem found."""
-        names = set(Workload.model_fields)
-        workload = {k: v for k, v in parameters.items() if k in names}
-        rest = {k: v for k, v in parameters.items() if k not in names}
+        workload = {name: parameters[name] for name in Workload.model_fields if name in parameters}
+        rest = {name: value for name, value in parameters.items() if name not in workload}
         return _checked(cls, {**rest, "workload": workload}, "run")
 
     def to_parameters(self) -> dict[str, Any]:
         """The flat form, of JSON types: what papermill is given."""
         data = self.model_dump(mode="json")
-        return {**{k: v for k, v in data.items() if k != "workload"}, **data["workload"]}
+        workload = data.pop("workload")
+        return {**data, **workload}
 
 
-class EngineOptions(Frozen):
+class EngineOptions(EngineSettings):
     """What a sweep says of one engine, applied when `engine` selects it."""
 
-    model_path: str = ""
-    draft_model_path: str = ""
-    weights: Literal["real", "random"] = "real"
-    server_python: str = ""
-    server_args: tuple[str, ...] = ()
-    server_env: dict[str, str] = Field(default_factory=dict)
     prompt_set: PromptSet | None = Field(None, description="replaces the workload's, where the engine needs another")
 
 
-class Sweep(Frozen):
+class Sweep(Conditions):
     """A sweep file: axes crossed into conditions, each measured in `starts` server starts, order randomised."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: FolderName
     description: str = ""
-    engine: Engine = "reference"
-    tp_size: tuple[Positive, ...] = (1,)
-    methods: tuple[Literal["auto", "linear"], ...] = ("auto", "linear")
-    tree_budgets: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = ()
-    block_size: int = 16
+    tp_size: Annotated[tuple[Positive, ...], Unique] = (1,)
+    methods: Annotated[tuple[Literal["auto", "linear"], ...], Unique] = ("auto", "linear")
+    tree_budgets: Annotated[tuple[TreeBudget, ...], Unique] = ()
     starts: Positive = 1
     order_seed: int = 0
-    seed: int = 0
-    nccl_profile: str = "none"
-    numa_policy: NumaPolicy = "pack"
-    max_running_requests: Positive = 8
-    attach: str = ""
-    startup_timeout_s: float = 600.0
-    request_timeout_s: float = 600.0
-    workload: Workload = Workload()
     engines: dict[Engine, EngineOptions] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _conditions(self) -> Self:
+    def _not_empty(self) -> Self:
         if not self.methods and not self.tree_budgets:
             raise ValueError("a sweep needs at least one of methods or tree_budgets")
-        for name in ("tp_size", "methods", "tree_budgets"):
-            values = getattr(self, name)
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name} names a value twice: {list(values)}")
         return self
 
     def runs(self) -> list[RunSpec]:
         """Every run in measuring order: start 1 of all conditions shuffled, then start 2 of all, and so on."""
         options = self.engines.get(self.engine, EngineOptions())
-        shared = {
-            **self.model_dump(
-                include={
-                    "engine",
-                    "block_size",
-                    "seed",
-                    "nccl_profile",
-                    "numa_policy",
-                    "max_running_requests",
-                    "attach",
-                    "startup_timeout_s",
-                    "request_timeout_s",
-                }
-            ),
-            **options.model_dump(exclude={"prompt_set"}),
-            "campaign": self.name,
-            "workload": {
-                **self.workload.model_dump(),
-                "prompt_set": options.prompt_set or self.workload.prompt_set,
-            },
-        }
-        methods: list[tuple[str, int | None]] = [(m, None) for m in self.methods]
-        methods += [("ddtree", budget) for budget in self.tree_budgets]
+        shared = self.model_dump(include=set(Conditions.model_fields)) | options.model_dump(exclude={"prompt_set"})
+        shared["campaign"] = self.name
+        shared["workload"]["prompt_set"] = options.prompt_set or self.workload.prompt_set
+        methods = [(method, None) for method in self.methods] + [("ddtree", budget) for budget in self.tree_budgets]
         ordering = random.Random(self.order_seed)
         runs = []
         for start in range(1, self.starts + 1):
             block = [
-                _checked(
-                    RunSpec,
-                    {**shared, "tp_size": tp, "method": m, "tree_budget": b, "start": start},
-                    "run",
-                )
+                _checked(RunSpec, {**shared, "tp_size": tp, "method": m, "tree_budget": b, "start": start}, "run")
                 for tp, (m, b) in itertools.product(self.tp_size, methods)
             ]
             ordering.shuffle(block)
@@ -246,38 +205,25 @@ def load_sweep(path: Path | str, **overrides: object) -> Sweep:
         raise SpecError(f"cannot read the sweep file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} is not valid TOML: {error}") from error
-    sweep = _checked(Sweep, _merged(data, overrides), str(path))
-    folder = path.resolve().parent
-    engines = {name: _resolved(options, folder) for name, options in sweep.engines.items()}
-    return sweep.model_copy(update={"engines": engines})
+    data = _merged(data, overrides)
+    return _checked(Sweep, data | {"engines": _beside(path.resolve().parent, data.get("engines", {}))}, str(path))
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    both = {
-        key: _merged(base[key], value)
-        for key, value in over.items()
-        if isinstance(value, dict) and isinstance(base.get(key), dict)
-    }
-    return {**base, **over, **both}
+    tables = {key: _merged(base[key], value) for key, value in over.items() if isinstance(value, dict) and key in base}
+    return {**base, **over, **tables}
 
 
-def _resolved(options: EngineOptions, folder: Path) -> EngineOptions:
+def _beside(folder: Path, value: Any) -> Any:
     """Values that begin with `./` or `../` name files beside the sweep file, wherever it is run from."""
-
-    def full(value: str) -> str:
-        relative = value.startswith(("./", "../"))
-        return os.path.normpath(folder / value) if relative else value
-
-    return options.model_copy(
-        update={
-            "model_path": full(options.model_path),
-            "draft_model_path": full(options.draft_model_path),
-            # Not through symbolic links: an interpreter's link tells its environment.
-            "server_python": full(options.server_python),
-            "server_args": tuple(map(full, options.server_args)),
-            "server_env": {name: full(value) for name, value in options.server_env.items()},
-        }
-    )
+    if isinstance(value, dict):
+        return {key: _beside(folder, inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_beside(folder, inner) for inner in value]
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        # Not through symbolic links: an interpreter's link tells its environment.
+        return os.path.normpath(folder / value)
+    return value
 
 
 def _checked(model: type[M], data: dict[str, Any], where: str) -> M:

@@ -14,10 +14,12 @@ import orjson
 
 from benchlib.record import RequestRecord, Tick
 
-__all__ = ["Exchange", "Reply", "read_exchange", "read_reason", "request_record"]
+__all__ = ["Exchange", "read_reason", "request_record"]
 
 # Numbers of meta_info that are kept as the server's own view of time; no rate is computed from them.
 SERVER_TIME_SUFFIXES = ("_time", "_latency", "_ts", "_s", "_throughput")
+Piece = tuple[float, bytes]
+Event = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -25,67 +27,68 @@ class Exchange:
     """What one request left on the wire: `pieces` are (seconds on this process's clock, bytes), as they came."""
 
     sent: float
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     failure: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """An exchange read: the events' ticks, the last event and what went wrong."""
-
-    ticks: tuple[Tick, ...]
-    end_s: float | None
-    meta: dict[str, Any]
-    output_ids: tuple[int, ...] | None
-    error: str | None
-
-
-def read_exchange(exchange: Exchange) -> Reply:
-    """Read the bytes of an exchange: HTTP head, body, SSE events, ticks. Never raises for what a server sent."""
-    head, body = _split_head(exchange.pieces)
-    if head is None:
-        return Reply((), None, {}, None, exchange.failure or "connection closed without a response")
-    status = _status(head)
-    pieces = list(_body_pieces(head, body))
-    if status != 200:
-        reason = read_reason(b"".join(data for _, data in pieces))
-        return Reply((), None, {}, None, f"HTTP {status}: {reason}")
-    events = list(_events(pieces))
-    ticks, error = _ticks((stamp - exchange.sent, event) for stamp, event in events)
+def request_record(exchange: Exchange, *, epoch: float, ignore_eos: bool, **place: Any) -> RequestRecord:
+    """The record of an exchange; `place` are the fields that say which request it was, `epoch` the run's zero."""
+    status, body = _response(exchange.pieces)
+    events = list(_events(body)) if status == 200 else []
     meta = _meta(events[-1][1]) if events else {}
-    error = exchange.failure or error or _unfinished(meta)
-    ended = error is None and exchange.pieces
-    return Reply(
+    ticks, error = _ticks((stamp - exchange.sent, event) for stamp, event in events)
+    end_s, tokens, asked = None, meta.get("completion_tokens"), place["max_new_tokens"]
+    if status is None:
+        error = exchange.failure or "connection closed without a response"
+    elif status != 200:
+        error = f"HTTP {status}: {read_reason(b''.join(data for _, data in body))}"
+    elif error := exchange.failure or error or _unfinished(meta):
+        error = f"{error}; {ticks[-1][1] if ticks else 0} tokens came"
+    else:
+        end_s = exchange.pieces[-1][0] - exchange.sent
+        if not tokens:
+            error = "finished without a token"
+        elif ignore_eos and tokens < asked:
+            error = f"{tokens} of {asked} tokens came though ignore_eos was set"
+    reason = meta.get("finish_reason")
+    return RequestRecord(
+        **place,
+        sent_s=exchange.sent - epoch,
         ticks=ticks,
-        end_s=exchange.pieces[-1][0] - exchange.sent if ended else None,
-        meta=meta,
-        output_ids=_output_ids([event for _, event in events]),
-        error=f"{error}; {ticks[-1][1] if ticks else 0} tokens came" if error else None,
+        end_s=end_s,
+        prompt_tokens=meta.get("prompt_tokens"),
+        completion_tokens=tokens,
+        cached_tokens=meta.get("cached_tokens"),
+        finish_reason=reason.get("type") if isinstance(reason, dict) else reason,
+        verify_ct=meta.get("spec_verify_ct"),
+        correct_drafts=meta.get("spec_num_correct_drafts"),
+        proposed_drafts=meta.get("spec_num_proposed_drafts"),
+        drafts_histogram=meta.get("spec_correct_drafts_histogram") or None,
+        output_ids=_output_ids([event for _, event in events], tokens),
+        server_times={
+            key: value
+            for key, value in meta.items()
+            if key.endswith(SERVER_TIME_SUFFIXES) and isinstance(value, int | float)
+        },
+        error=error,
     )
 
 
-def _split_head(
-    pieces: Sequence[tuple[float, bytes]],
-) -> tuple[bytes | None, Iterable[tuple[float, bytes]]]:
+def _response(pieces: Sequence[Piece]) -> tuple[int | None, list[Piece]]:
+    """Status and body; None where not even the head came whole."""
     seen = b""
     for index, (stamp, data) in enumerate(pieces):
         seen += data
         head, separator, rest = seen.partition(b"\r\n\r\n")
         if separator:
-            return head, [(stamp, rest), *pieces[index + 1 :]]
+            body = [(stamp, rest), *pieces[index + 1 :]]
+            code = head[9:12]  # HTTP/1.1 200 OK
+            chunked = b"transfer-encoding: chunked" in head.lower()
+            return int(code) if code.isdigit() else 0, list(_unchunked(body)) if chunked else body
     return None, []
 
 
-def _status(head: bytes) -> int:
-    words = head.split(b"\r\n", 1)[0].split()
-    return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
-
-
-def _body_pieces(head: bytes, pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    chunked = b"transfer-encoding: chunked" in head.lower()
-    if not chunked:
-        yield from pieces
-        return
+def _unchunked(pieces: Iterable[Piece]) -> Iterator[Piece]:
     buffer, left = b"", 0  # left: bytes of the current chunk and its CRLF still to come
     for stamp, data in pieces:
         buffer += data
@@ -105,7 +108,7 @@ def _body_pieces(head: bytes, pieces: Iterable[tuple[float, bytes]]) -> Iterator
             left, buffer = int(size, 16) + 2, rest
 
 
-def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
+def _events(pieces: Iterable[Piece]) -> Iterator[tuple[float, Event]]:
     rest = b""
     for stamp, data in pieces:
         *lines, rest = (rest + data).split(b"\n")
@@ -119,12 +122,12 @@ def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict
             yield stamp, event if isinstance(event, dict) else {}
 
 
-def _meta(event: dict[str, Any]) -> dict[str, Any]:
+def _meta(event: Event) -> dict[str, Any]:
     meta = event.get("meta_info")
     return meta if isinstance(meta, dict) else {}
 
 
-def _ticks(events: Iterable[tuple[float, dict[str, Any]]]) -> tuple[tuple[Tick, ...], str | None]:
+def _ticks(events: Iterable[tuple[float, Event]]) -> tuple[tuple[Tick, ...], str | None]:
     """A tick per event that brought tokens: a last event that only says "finished" would delay the last token."""
     ticks: list[Tick] = []
     count = 0
@@ -150,16 +153,13 @@ def _unfinished(meta: dict[str, Any]) -> str | None:
     return None
 
 
-def _output_ids(events: Sequence[dict[str, Any]]) -> tuple[int, ...] | None:
+def _output_ids(events: Iterable[Event], total: int | None) -> tuple[int, ...] | None:
     """All output ids, whether the chunks were cumulative or (`--incremental-streaming-output`) deltas."""
     parts = [event["output_ids"] for event in events if isinstance(event.get("output_ids"), list)]
-    total = _meta(events[-1]).get("completion_tokens") if events else None
-    if not parts:
-        return None
-    if len(parts[-1]) == total:
-        return tuple(parts[-1])
-    joined = tuple(token for part in parts for token in part)
-    return joined if len(joined) == total else None
+    for ids in (parts[-1] if parts else [], [token for part in parts for token in part]):
+        if ids and len(ids) == total:
+            return tuple(ids)
+    return None
 
 
 def read_reason(body: bytes) -> str:
@@ -176,39 +176,3 @@ def _message_of(value: dict[str, Any]) -> str:
     if isinstance(inner, dict):
         inner = inner.get("message") or inner.get("detail") or inner
     return str(inner)[:300]
-
-
-def request_record(exchange: Exchange, *, epoch: float, ignore_eos: bool, **place: Any) -> RequestRecord:
-    """The record of a read exchange; `place` are the fields that say which request it was, `epoch` the run's zero."""
-    reply = read_exchange(exchange)
-    meta = reply.meta
-    tokens = meta.get("completion_tokens")
-    asked = place["max_new_tokens"]
-    error = reply.error
-    if error is None and not tokens:
-        error = "finished without a token"
-    if error is None and ignore_eos and tokens < asked:
-        error = f"{tokens} of {asked} tokens came though ignore_eos was set"
-    histogram = meta.get("spec_correct_drafts_histogram")
-    reason = meta.get("finish_reason")
-    return RequestRecord(
-        **place,
-        sent_s=exchange.sent - epoch,
-        ticks=reply.ticks,
-        end_s=reply.end_s,
-        prompt_tokens=meta.get("prompt_tokens"),
-        completion_tokens=tokens,
-        cached_tokens=meta.get("cached_tokens"),
-        finish_reason=reason.get("type") if isinstance(reason, dict) else reason,
-        verify_ct=meta.get("spec_verify_ct"),
-        correct_drafts=meta.get("spec_num_correct_drafts"),
-        proposed_drafts=meta.get("spec_num_proposed_drafts"),
-        drafts_histogram=tuple(histogram) if histogram else None,
-        output_ids=reply.output_ids,
-        server_times={
-            key: float(value)
-            for key, value in meta.items()
-            if key.endswith(SERVER_TIME_SUFFIXES) and isinstance(value, int | float)
-        },
-        error=error,
-    )

@@ -42,21 +42,17 @@ def main(arguments: list[str]) -> int:
     try:
         sys.stdout.write(f"{server.pid}\n")
         sys.stdout.flush()
-        return _wait(server)
+        while (code := server.poll()) is None:
+            readable, _, _ = select.select([0], [], [], POLL_S)
+            if readable and not os.read(0, 4096):
+                return 0
+        return code if code >= 0 else 128 - code
     finally:
         _end_group(server, float(grace_s))
 
 
-def _die_with_parent() -> None:
+def _die_with_parent() -> None:  # pragma: no cover - runs between fork and exec, where nothing is recorded
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _wait(server: subprocess.Popen[bytes]) -> int:
-    while (code := server.poll()) is None:
-        readable, _, _ = select.select([0], [], [], POLL_S)
-        if readable and not os.read(0, 4096):
-            return 0
-    return code if code >= 0 else 128 - code
 
 
 def _end_group(server: subprocess.Popen[bytes], grace_s: float) -> None:

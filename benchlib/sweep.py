@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,41 +17,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from filelock import FileLock, Timeout
 
 from benchlib.environment import collect_environment
 from benchlib.errors import BenchlibError, RecordError, SpecError
 from benchlib.notebook import execute_notebook, read_parameters
-from benchlib.record import (
-    RunRecord,
-    ServerRecord,
-    load_record,
-    load_requests,
-    run_folder,
-    run_identity,
-    save_run,
-)
-from benchlib.server import Starting, attach_server
+from benchlib.record import RunRecord, load_record, load_requests, run_folder, run_identity, save_run
+from benchlib.server import Server, Starting, attach_server
 from benchlib.spec import RunSpec, Sweep
 
 __all__ = [
-    "NOTEBOOK",
-    "Outcome",
-    "RunState",
-    "execute_notebook",
-    "plan_sweep",
-    "run_sweep",
-    "select_runs",
+    "NOTEBOOK", "Outcome", "Planned", "RunState", "execute_notebook", "plan_sweep", "run_sweep", "select_runs",
     "signals_raise",
-]
+]  # fmt: skip
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "02_measure.ipynb"
 RunState = Literal["new", "finished", "failed", "stale", "partial"]
-Status = Literal["ok", "failed", "skipped"]
 Listener = Callable[[int, int, RunSpec, "Outcome | None"], None]
-SUPERSEDED = "superseded"
+
+
+class Planned(NamedTuple):
+    """What a sweep would do with a run: a `finished` one is skipped, every other is (re-)run.
+
+    `estimate_s` is the time to start and measure it, from its own earlier record or the mean of its campaign's; 0 when
+    it is finished, None when nothing was measured yet.
+    """
+
+    spec: RunSpec
+    state: RunState
+    estimate_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +55,23 @@ class Outcome:
     """How one run of a sweep ended; `seconds` is its whole wall time, server start included."""
 
     spec: RunSpec
-    status: Status
+    status: Literal["ok", "failed", "skipped"]
     seconds: float
     error: str | None = None
 
 
-def plan_sweep(runs: Sequence[RunSpec], results: Path) -> list[tuple[RunSpec, RunState]]:
-    """What running these would do: a `finished` run is skipped, every other is (re-)run."""
-    return [(spec, _state(spec, results)) for spec in runs]
+def plan_sweep(runs: Sequence[RunSpec], results: Path) -> list[Planned]:
+    """What running these would do, and for about how long. Starts nothing."""
+    looked = [(spec, *_look(spec, results)) for spec in runs]
+    took = {
+        spec.run_name: record.duration_s + ((record.server and record.server.startup_s) or 0.0)
+        for spec, _, record in looked
+        if record is not None and record.status == "ok"
+    }
+    mean = statistics.fmean(took.values()) if took else None
+    return [
+        Planned(spec, state, 0.0 if state == "finished" else took.get(spec.run_name, mean)) for spec, state, _ in looked
+    ]
 
 
 def select_runs(sweep: Sweep, only: Sequence[str] = ()) -> list[RunSpec]:
@@ -105,19 +111,21 @@ def run_sweep(
 
 def _run_one(spec: RunSpec, results: Path, notebook: Path, force: bool) -> Outcome:
     began = time.monotonic()
-    folder = run_folder(results, spec)
-    state = _state(spec, results)
+    state, _ = _look(spec, results)
     if state == "finished" and not force:
         return Outcome(spec, "skipped", 0.0)
+    folder = run_folder(results, spec)
     _make_room(folder, state)
     environment = collect_environment(spec)
+    identity = run_identity(spec, environment)
     started_at = datetime.now().astimezone().isoformat(timespec="seconds")
-    server: ServerRecord | None = None
+    server: Server | None = None
+    error = None
     try:
-        with attach_server(spec, url=spec.attach) if spec.attach else Starting(spec, folder=folder) as opened:
-            watch = opened.poll if isinstance(opened, Starting) else lambda: None
-            error = _measure(spec, results, notebook, folder, opened.record.url, watch)
-            server = opened.record
+        with attach_server(spec, url=spec.attach) if spec.attach else Starting(spec, folder=folder) as server:
+            # The notebook's kernel starts while the server does; the notebook then waits for it.
+            parameters = {**spec.to_parameters(), "server_url": server.record.url, "results_dir": str(results)}
+            error = execute_notebook(notebook, folder / "notebook.ipynb", parameters, watch=server.poll)
     except BenchlibError as failure:
         error = str(failure)
     seconds = time.monotonic() - began
@@ -128,14 +136,14 @@ def _run_one(spec: RunSpec, results: Path, notebook: Path, force: bool) -> Outco
             status="failed",
             error=error or str(missing),
             spec=spec,
-            identity=run_identity(spec, environment),
+            identity=identity,
             started_at=started_at,
             duration_s=seconds,
             environment=environment,
-            server=server,
+            server=server.record if server else None,
         )
         record = save_run(folder, failed, ())
-    if record.status == "ok" and record.identity != run_identity(spec, environment):
+    if record.status == "ok" and record.identity != identity:
         changed = (
             "code, packages, variables or devices changed between the sweep's plan and its notebook: "
             "leave them alone while a sweep runs, then run it again"
@@ -145,26 +153,18 @@ def _run_one(spec: RunSpec, results: Path, notebook: Path, force: bool) -> Outco
     return Outcome(spec, record.status, seconds, record.error)
 
 
-def _measure(
-    spec: RunSpec, results: Path, notebook: Path, folder: Path, url: str, watch: Callable[[], object]
-) -> str | None:
-    """Execute the notebook, which waits for the server, while `watch` sees to that; what went wrong, if it says so."""
-    parameters = {**spec.to_parameters(), "server_url": url, "results_dir": str(results)}
-    return execute_notebook(notebook, folder / "notebook.ipynb", parameters, watch=watch)
-
-
-def _state(spec: RunSpec, results: Path) -> RunState:
+def _look(spec: RunSpec, results: Path) -> tuple[RunState, RunRecord | None]:
     folder = run_folder(results, spec)
     if not folder.exists():
-        return "new"
+        return "new", None
     try:
         record = load_record(folder)
     except RecordError:
-        return "stale" if (folder / "record.json").exists() else "partial"
+        return "stale" if (folder / "record.json").exists() else "partial", None
     if record.status != "ok":
-        return "failed"
+        return "failed", record
     same = record.identity == run_identity(spec, collect_environment(spec))
-    return "finished" if same else "stale"
+    return "finished" if same else "stale", record
 
 
 def _make_room(folder: Path, state: RunState) -> None:
@@ -172,13 +172,13 @@ def _make_room(folder: Path, state: RunState) -> None:
     if state == "partial":
         shutil.rmtree(folder)
     elif state != "new":
-        aside = folder.parent / SUPERSEDED
+        aside = folder.parent / "superseded"
         aside.mkdir(exist_ok=True)
         number = 1
         while (target := aside / f"{folder.name}-{number}").exists():
             number += 1
         folder.rename(target)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
 
 
 def _check_parameters(notebook: Path, spec: RunSpec) -> None:
@@ -186,8 +186,7 @@ def _check_parameters(notebook: Path, spec: RunSpec) -> None:
     if not notebook.is_file():
         raise SpecError(f"no notebook {notebook}: sweeps run in a clone of the repository")
     known = read_parameters(notebook)
-    given = {*spec.to_parameters(), "server_url", "results_dir"}
-    if unknown := sorted(given - known):
+    if unknown := sorted({*spec.to_parameters(), "server_url", "results_dir"} - known):
         raise SpecError(f"{notebook} has no parameter {unknown}; its parameters cell has {sorted(known)}")
 
 
@@ -212,10 +211,9 @@ def signals_raise() -> Iterator[None]:
         yield
         return
     # SIGINT too: a job started in the background by a shell inherits it ignored.
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, interrupt) for number in numbers]
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from benchlib.record import RequestRecord
+from benchlib.record import RequestRecord, ServerRecord
 
 __all__ = ["CODES", "check_cell", "check_run", "format_warning"]
 
@@ -46,55 +47,48 @@ def format_warning(code: str, **values: object) -> str:
     return f"{code}: {CODES[code].format(**values)}"
 
 
-def check_cell(requests: Sequence[RequestRecord]) -> tuple[str, ...]:
-    """Warnings of one cell, from its timed and warm-up requests."""
-    timed = [r for r in requests if not r.warmup]
+def check_cell(timed: Sequence[RequestRecord]) -> tuple[str, ...]:
+    """Warnings of one cell, from its timed requests."""
+    total, found = len(timed), []
     whole = [r for r in timed if r.error is None]
-    found = []
     if failed := [r for r in timed if r.error is not None]:
-        found.append(_of("failed-requests", failed, timed, error=failed[0].error))
-    if hits := [r for r in whole if r.cached_tokens]:
-        most = max(r.cached_tokens or 0 for r in hits)
-        found.append(_of("cached-tokens", hits, timed, most=most))
+        found.append(format_warning("failed-requests", n=len(failed), total=total, error=failed[0].error))
+    if hits := [r.cached_tokens for r in whole if r.cached_tokens]:
+        found.append(format_warning("cached-tokens", n=len(hits), total=total, most=max(hits)))
     if short := [r for r in whole if (r.completion_tokens or 0) < r.max_new_tokens]:
-        found.append(_of("short-output", short, timed, asked=short[0].max_new_tokens))
+        found.append(format_warning("short-output", n=len(short), total=total, asked=short[0].max_new_tokens))
     return (*found, *_check_spread(_round_rates(whole)))
 
 
-def check_run(
-    *, load: float | None, cores: int | None, concurrency: int, limit: int | None, attached: bool
-) -> tuple[str, ...]:
+def check_run(environment: dict[str, Any], server: ServerRecord, *, concurrency: int) -> tuple[str, ...]:
     """Warnings of the run as a whole: the machine and the server rather than the figures."""
     found = []
+    load, cores = environment.get("load_average_1m"), environment.get("cores")
     if load is not None and cores and load > MAX_LOAD_SHARE * cores:
         found.append(format_warning("machine-busy", load=load, cores=cores))
+    limit = server.effective_max_running_requests
     if limit is not None and limit < concurrency:
         found.append(format_warning("requests-capped", limit=limit, asked=concurrency))
-    if attached:
+    if server.attached:
         found.append(format_warning("attached"))
     return tuple(found)
-
-
-def _of(code: str, some: Sequence[RequestRecord], every: Sequence[RequestRecord], **values: object) -> str:
-    return format_warning(code, n=len(some), total=len(every), **values)
 
 
 def _round_rates(requests: Sequence[RequestRecord]) -> dict[int, float]:
     """Mean decode rate of each round, tokens/s: what followed the first chunk over the time it took."""
     rounds: dict[int, list[float]] = {}
     for request in requests:
-        if len(request.ticks) < 2:
-            continue
-        (first_s, first_n), (last_s, last_n) = request.ticks[0], request.ticks[-1]
-        if last_s > first_s:
-            rounds.setdefault(request.round, []).append((last_n - first_n) / (last_s - first_s))
+        if len(request.ticks) > 1:
+            (first_s, first_n), (last_s, last_n) = request.ticks[0], request.ticks[-1]
+            if last_s > first_s:
+                rounds.setdefault(request.round, []).append((last_n - first_n) / (last_s - first_s))
     return {number: statistics.fmean(rates) for number, rates in sorted(rounds.items())}
 
 
 def _check_spread(rates: dict[int, float]) -> list[str]:
-    found = []
     if len(rates) < MIN_ROUNDS:
         return [format_warning("few-rounds", n=len(rates), least=MIN_ROUNDS)]
+    found = []
     values = list(rates.values())
     spread = statistics.stdev(values) / statistics.fmean(values)
     if spread > MAX_SPREAD:

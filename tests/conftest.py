@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchlib.spec import RunSpec
@@ -20,7 +23,9 @@ DATA = HERE / "data"
 def fake_python(tmp_path: Path) -> str:
     """Path of an executable that starts the fake server whatever module it is asked for."""
     script = tmp_path / "fake-python"
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{HERE / "fake_server.py"}" "$@"\n')
+    # Asked for its version, it answers; started, it needs the standard library alone (-I -S).
+    version = 'if [ "$1" = "-c" ]; then echo 0.0.1; exit; fi'
+    script.write_text(f'#!/bin/sh\n{version}\nexec "{sys.executable}" -I -S "{HERE / "fake_server.py"}" "$@"\n')
     script.chmod(0o755)
     return str(script)
 
@@ -60,3 +65,36 @@ def serve() -> Iterator[Callable[..., str]]:
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
+    """Command lines of the living processes that this test started, directly or not: they inherit a mark."""
+    monkeypatch.setenv("FAKE_MARK", str(tmp_path))
+
+    def find() -> list[list[str]]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get("FAKE_MARK") == str(tmp_path):
+                    found.append(process.cmdline())
+        return found
+
+    return find
+
+
+@pytest.fixture
+def write_notebook(tmp_path: Path) -> Callable[..., Path]:
+    """Write a notebook of code cells below a parameters cell: `write_notebook("print(x)")` gives its path."""
+    import nbformat
+
+    def write(*cells: str, parameters: str = "x: int = 1  # x") -> Path:
+        new = nbformat.v4.new_code_cell
+        body = nbformat.v4.new_notebook(
+            cells=[new(parameters, metadata={"tags": ["parameters"]}), *map(new, cells)],
+            metadata={"kernelspec": {"name": "elsewhere", "language": "python", "display_name": "x"}},
+        )
+        nbformat.write(body, tmp_path / "source.ipynb")
+        return tmp_path / "source.ipynb"
+
+    return write

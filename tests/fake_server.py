@@ -168,9 +168,6 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str]) -> None:
-    if argv[:1] == ["-c"]:
-        say("0.0.1")
-        return
     options = parse(argv)
     say(f"fake server, mode {options.mode}, variable {os.environ.get('FAKE_VARIABLE')}")
     if options.mode == "die":
@@ -182,8 +179,8 @@ def main(argv: list[str]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.mode == "children":
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
-        subprocess.Popen([sys.executable, "-c", code])
-        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        subprocess.Popen([sys.executable, "-I", "-S", "-c", code])
+        subprocess.Popen([sys.executable, "-I", "-S", "-c", code], start_new_session=True)
     make_server(options).serve_forever()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from benchlib import cli
 from benchlib.client import get_json
+from benchlib.environment import collect_environment
+from benchlib.record import RunRecord, ServerRecord, run_identity, save_run
 from benchlib.spec import RunSpec
 from benchlib.sweep import Outcome
 
@@ -64,7 +67,26 @@ def test_plan_as_a_table(run: Any, sweep_file: Path, tmp_path: Path) -> None:
     code, out, _ = run("plan", sweep_file, "--only", "tp1-b16", "--results", tmp_path)
     assert code == 0
     assert "tp1-b16" in out
-    assert "1 runs" in out
+    assert out.startswith("1 runs, 1 to do\n")
+
+
+def test_plan_estimates_from_earlier_records(run: Any, sweep_file: Path, tmp_path: Path) -> None:
+    """One run measured, one found stale, one new: 0 s, its own time and the mean of both."""
+    known = {spec.run_name: spec for spec in cli._load(sweep_file, None).runs()}
+    for name, seconds, identity in (("tp1-auto", 10.0, None), ("tp1-linear", 20.0, "another")):
+        spec = known[name]
+        record = RunRecord(
+            status="ok", spec=spec, identity=identity or run_identity(spec, collect_environment(spec)),
+            started_at="2030-01-01T00:00:00+00:00", duration_s=seconds, environment={},
+            server=ServerRecord(url="x", startup_s=2.0),
+        )  # fmt: skip
+        save_run(tmp_path / "c" / name, record, [])
+    _, out, _ = run("plan", sweep_file, "--json", "--results", tmp_path)
+    assert {row["run"]: (row["state"], row["estimate_s"]) for row in json.loads(out)} == {
+        "tp1-auto": ("finished", 0.0), "tp1-linear": ("stale", 22.0), "tp1-b16": ("new", 17.0),
+    }  # fmt: skip
+    _, out, _ = run("plan", sweep_file, "--results", tmp_path)
+    assert out.startswith("3 runs, 2 to do in about 39 s by earlier records")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +116,7 @@ def test_settings_reach_nested_keys_as_toml(sweep_file: Path) -> None:
         (["plan", "none.toml"], "cannot read the sweep file"),
         (["plan", "FILE", "--set", "starts"], "is not key=value"),
         (["plan", "FILE", "--set", "colour=red"], "colour"),
+        (["plan", "FILE", "--set", "seed=1", "--set", "seed=2"], "--set cannot be read"),
         (["plan", "FILE", "--only", "tp9"], "has no run"),
         (["summary", "nowhere"], "no campaign 'nowhere'"),
         (["serve", "--method", "magic"], "magic"),
@@ -109,7 +132,14 @@ def test_usage_errors_are_one_message_and_code_2(
     assert "Traceback" not in err
 
 
-def test_a_sweep_with_a_failed_run_exits_1(run: Any, sweep_file: Path, tmp_path: Path) -> None:
+def test_a_sweep_with_a_failed_run_exits_1(
+    run: Any, sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def execute(*_: Any, watch: Callable[[], bool]) -> None:
+        while not watch():
+            time.sleep(0.05)
+
+    monkeypatch.setattr("benchlib.sweep.execute_notebook", execute)
     dies = 'server_args = ["--mode", "die"]'
     sweep_file.write_text(sweep_file.read_text() + dies)
     code, out, err = run("sweep", sweep_file, "--results", tmp_path, "--only", "tp1-auto")
@@ -189,8 +219,12 @@ def test_report(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     stand_in(monkeypatch, "benchlib.report", build_report=build_report)
     code, out, _ = run("report", tmp_path, "--out", tmp_path / "o")
     assert code == 0
-    assert f"HTML:   {tmp_path / 'o' / 'report.html'}" in out
-    assert "PDF:    none: no latexmk" in out
+    assert out.splitlines()[-4:] == [
+        f"HTML:    {tmp_path / 'o' / 'report.html'}",
+        f"tables:  {tmp_path / 'o' / 'tables'} (1 files)",
+        f"figures: {tmp_path / 'o' / 'figures'} (0 files)",
+        "PDF:     none: no latexmk",
+    ]
 
 
 def test_serve_until_interrupted(fake_python: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from benchlib.client import call, generate_round, get_json, run_async
 from benchlib.errors import RequestError
 from benchlib.record import RequestRecord
-from benchlib.stream import Exchange, read_exchange, request_record
+from benchlib.stream import Exchange, request_record
 
 DATA = Path(__file__).parent / "data"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -149,8 +149,8 @@ def test_an_http_error_keeps_the_reason_in_its_body(body: bytes, reason: str) ->
 
 
 def test_no_response_at_all_is_an_error() -> None:
-    assert read_exchange(Exchange(0.0)).error == "connection closed without a response"
-    assert read_exchange(exchange(b"zz\r\nx", head=HEAD + b"Transfer-Encoding: chunked\r\n")).error
+    assert record(Exchange(0.0)).error == "connection closed without a response"
+    assert record(exchange(b"zz\r\nx", head=HEAD + b"Transfer-Encoding: chunked\r\n")).error
 
 
 def stream(url: str, tokens: int = 16, streams: int = 1, timeout_s: float = 5.0) -> list[RequestRecord]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from tests import synthetic
 Summary = dict[tuple[str, str], dict[str, Any]]
 
 
+@cache
 def summary_of(path: Path) -> Summary:
     return {(r["run"], r["prompt"]): r for r in compare.build_summary(path)}
 
 
+@cache
 def cells_of(path: Path) -> dict[tuple[str, str], frames.Row]:
     rounds = frames.build_rounds(frames.build_requests([frames.load_campaign(path)]))
     return {(c["run"], c["prompt"]): c for c in frames.rows_of(frames.build_cells(rounds))}
@@ -153,11 +156,25 @@ def test_missing_auto_leaves_rates_without_speedup(tmp_path: Path) -> None:
     [({"weights": "random"}, "random weights"), ({"server_env": {"SIMULATE_ACC_LEN": "4"}}, "simulated acceptance")],
 )
 def test_what_is_not_real_never_becomes_a_speedup(tmp_path: Path, options: dict[str, Any], note: str) -> None:
-    sweep = synthetic.build_sweep(tp_size=(1,), engines={"reference": options})
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,), engines={"reference": options})
     rows = summary_of(synthetic.save_campaign(tmp_path, sweep))
     speculative = [r for (run, _), r in rows.items() if run != "tp1-auto"]
     assert {r["note"] for r in speculative} == {note}
     assert all(r["speedup"] is None and r["decode_tok_s"] for r in speculative)
+
+
+def test_requests_without_a_rate_or_a_whole_round_say_so(tmp_path: Path) -> None:
+    def cut(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
+        return record, [r.model_copy(update={"ticks": r.ticks[:1]}) for r in requests]
+
+    def fail(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
+        return record, [r.model_copy(update={"error": "HTTP 500"}) for r in requests]
+
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,))
+    rows = summary_of(synthetic.save_campaign(tmp_path, sweep, changes={"tp1-b16": cut, "tp1-auto": fail}))
+    assert rows["tp1-b16", "fib"]["note"] == "1 chunk: no rate"
+    assert rows["tp1-auto", "fib"]["note"] == "no complete round"
+    assert rows["tp1-linear", "fib"]["note"] == "no baseline"
 
 
 def test_failed_run_keeps_its_rows_with_nulls_and_reason(tmp_path: Path) -> None:

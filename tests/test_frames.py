@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchlib import frames, provenance
+from benchlib import frames
 from benchlib.errors import RecordError
 from benchlib.record import RequestRecord, RunRecord
 from benchlib.spec import RunSpec, Workload
@@ -16,6 +16,10 @@ from tests import synthetic
 
 def load(path: Path) -> list[frames.Campaign]:
     return frames.load_campaigns([path])
+
+
+def cells_of(path: Path) -> list[frames.Row]:
+    return frames.rows_of(frames.build_cells(frames.build_rounds(frames.build_requests(load(path)))))
 
 
 def rounds_of(path: Path) -> list[frames.Row]:
@@ -36,7 +40,7 @@ def test_every_request_is_a_row_and_warmups_stay_apart(campaign: Path) -> None:
 
 
 def test_pooled_row_divides_sums_by_sums(campaign: Path) -> None:
-    cells = frames.rows_of(frames.build_cells(frames.build_rounds(frames.build_requests(load(campaign)))))
+    cells = cells_of(campaign)
     mine = {c["prompt"]: c for c in cells if c["run"] == "tp1-b16"}
     seconds, tokens, accepted, steps = 0.0, 0, 0, 0
     for line in (campaign / "tp1-b16" / "requests.jsonl").read_text().splitlines():
@@ -53,10 +57,12 @@ def test_pooled_row_divides_sums_by_sums(campaign: Path) -> None:
     assert mine["fib"]["n_requests"] == 3
     assert pooled["budget_efficiency"] == pytest.approx(pooled["accept_length"] / 17)
     assert pooled["step_ms"] == pytest.approx(1000 * seconds / steps)
+    assert pooled["accept_length_macro"] == pytest.approx(sum(mine[p]["accept_length"] for p in synthetic.PROMPTS) / 4)
+    assert pooled["output_throughput_tok_s"] == pytest.approx(pooled["completion_tokens"] / pooled["window_s"])
 
 
 def test_auto_has_no_acceptance_and_steps_of_one_token(campaign: Path) -> None:
-    cells = frames.rows_of(frames.build_cells(frames.build_rounds(frames.build_requests(load(campaign)))))
+    cells = cells_of(campaign)
     auto = next(c for c in cells if c["run"] == "tp1-auto" and c["prompt"] == "all")
     assert auto["accept_length"] is None
     assert auto["full_block_share"] is None
@@ -94,7 +100,7 @@ def test_failed_and_unreadable_runs_are_listed_with_reasons(tmp_path: Path) -> N
     (path / "tp9-b99" / "server.log").write_text("killed")
     (path / "superseded").mkdir()
     loaded = load(path)
-    reasons = dict(provenance.build_failures(loaded).itertuples(index=False))
+    reasons = dict(frames.build_failures(loaded).itertuples(index=False))
     assert set(reasons) == {"tp2-b64", "tp1-b15", "tp1-b32", "tp9-b99"}
     assert "exited with code 1" in reasons["tp2-b64"]
     assert "SHA-256" in reasons["tp1-b32"]
@@ -122,7 +128,7 @@ def test_one_token_requests_have_no_decode_rate(tmp_path: Path) -> None:
 
     sweep = synthetic.build_sweep(tp_size=(1,), methods=("auto",), tree_budgets=())
     path = synthetic.save_campaign(tmp_path, sweep, changes={"tp1-auto": cut})
-    cells = frames.rows_of(frames.build_cells(frames.build_rounds(frames.build_requests(load(path)))))
+    cells = cells_of(path)
     assert {c["tpot_starts"] for c in cells} == {()}
     assert all(c["ttft_s"] > 0 for c in cells)
 
@@ -130,13 +136,24 @@ def test_one_token_requests_have_no_decode_rate(tmp_path: Path) -> None:
 def test_devices_are_named_by_the_record() -> None:
     record, _ = synthetic.build_run(RunSpec())
     assert frames.device_label(record) == "Example CPU 9000"
-    gpus = [{"name": "Example GPU", "driver": "1.2"}] * 2
     assert record.server is not None
     on_gpu = record.server.model_copy(update={"info": {"device": "cuda"}})
-    mixed = record.model_copy(update={"environment": {"gpus": gpus}, "server": on_gpu})
-    assert frames.device_label(mixed) == "Example GPU"
+    both = {"gpus": [{"name": "Example GPU", "driver": "1.2"}] * 2, "cpu_model": "Example 9000"}
+    assert frames.device_label(record.model_copy(update={"environment": both, "server": on_gpu})) == "Example GPU"
     bare = record.model_copy(update={"environment": {}, "server": None})
     assert frames.device_label(bare) == "device not recorded"
+
+
+def test_an_engine_on_the_cpu_is_never_labelled_as_a_gpu() -> None:
+    record, _ = synthetic.build_run(RunSpec())
+    both = {"gpus": [{"name": "Example GPU", "driver": "1.2"}], "cpu_model": "Example 9000"}
+    on_cpu = record.model_copy(update={"environment": both})
+    assert frames.device_label(on_cpu) == "Example 9000 (CPU)"
+    run = frames.LoadedRun("c", "tp1-auto", on_cpu, [])
+    assert "driver" not in set(frames.build_provenance([frames.Campaign("c", (run,))])["item"])
+    # A server that died before it said what it runs on may have been on either.
+    died = record.model_copy(update={"environment": both, "server": None, "status": "failed"})
+    assert frames.device_label(died) == "device not recorded"
 
 
 def test_simulated_acceptance_is_seen_in_flags_and_variables() -> None:
@@ -147,7 +164,7 @@ def test_simulated_acceptance_is_seen_in_flags_and_variables() -> None:
 
 
 def test_provenance_counts_runs_and_shows_no_private_item(campaign: Path) -> None:
-    table = provenance.build_provenance(load(campaign))
+    table = frames.build_provenance(load(campaign))
     rows = {r["item"]: r for r in frames.rows_of(table)}
     assert rows["device"] == {"item": "device", "value": "Example CPU 9000", "runs": 12}
     assert rows["commit"]["value"] == "0123456789ab"
@@ -159,6 +176,6 @@ def test_warnings_of_cells_and_run_are_joined() -> None:
     cells = tuple(c.model_copy(update={"warnings": ("high-spread: much",)}) for c in record.cells)
     record = record.model_copy(update={"cells": cells, "warnings": ("machine-busy: very",)})
     campaign = frames.Campaign("c", (frames.LoadedRun("c", "tp1-auto", record, requests),))
-    rows = frames.rows_of(provenance.build_warnings([campaign]))
+    rows = frames.rows_of(frames.build_warnings([campaign]))
     assert [r["warning"] for r in rows] == ["machine-busy: very", "high-spread: much"]
     assert rows[1]["cells"] == "fib 256 x1, qsort 256 x1, arith 256 x1, json 256 x1"

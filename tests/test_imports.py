@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,10 +31,10 @@ COLLECTING = {
     "notebook": set(),
     "sweep": {"environment", "errors", "notebook", "record", "server", "spec"},
 }
-ANALYSING = {"metrics", "frames", "compare", "tables", "figures", "headline", "provenance"}
+ANALYSING = {"metrics", "frames", "compare", "tables", "figures", "headline"}
 SHARED = {"errors", "spec", "record"}
 CONFINED = {
-    "pandas": {"frames", "compare", "tables", "figures", "headline", "provenance"},
+    "pandas": {"frames", "compare", "tables", "figures", "headline"},
     "matplotlib": {"figures"},
     "papermill": {"notebook"},
     "nbclient": {"notebook"},
@@ -47,13 +47,15 @@ CONFINED = {
 HEAVY = {"torch", "pandas", "matplotlib", "papermill", "scipy", "numpy", "uvloop", "IPython"}
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
 
 
 def ours(path: Path) -> set[str]:
@@ -85,26 +87,23 @@ def test_the_embedded_engine_is_launched_and_not_imported() -> None:
         assert all(i.startswith(allowed) for i in imports(path) if i.startswith("benchlib.")), path
 
 
-def loaded_by(code: str) -> set[str]:
-    script = f"{code}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
-
-
 def test_importing_benchlib_is_light() -> None:
-    assert not loaded_by("import benchlib") & (HEAVY | {"pydantic", "psutil"})
-    assert not loaded_by("import benchlib.cli") & HEAVY
-    assert not loaded_by("from benchlib import *") & HEAVY
+    names = "print(*{name.split('.')[0] for name in sys.modules})"
+    script = f"import sys, benchlib; {names}; import benchlib.cli; from benchlib import *; {names}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    package, everything = (set(line.split()) for line in done.stdout.splitlines())
+    assert not package & (HEAVY | {"pydantic", "psutil"})
+    assert not everything & HEAVY
 
 
 def test_help_is_quick() -> None:
     code = "import sys; sys.argv = ['benchlib', '--help']; from benchlib.cli import main; main()"
-    seconds = []
-    for _ in range(3):
+    for _ in range(3):  # other work on the machine may slow one down
         began = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 1
+        if (seconds := time.perf_counter() - began) < 1:
+            break
+    assert seconds < 1
     for command in ("plan", "sweep", "summary", "report", "serve"):
         assert command in done.stdout
 
@@ -112,7 +111,6 @@ def test_help_is_quick() -> None:
 def test_public_names_are_exact() -> None:
     for name in benchlib.__all__:
         assert getattr(benchlib, name).__module__.startswith("benchlib.")
-    assert set(benchlib.__all__) == set(benchlib._HOMES)
     assert set(benchlib.__all__) <= set(dir(benchlib))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = benchlib.nonsense

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,14 +18,13 @@ MakeSpec = Callable[..., RunSpec]
 Serve = Callable[..., str]
 
 
-def measure(spec: RunSpec, url: str, **options: Any) -> Measurement:
-    return measure_run(spec, attach_server(spec, url=url).record, **options)
+def measure(spec: RunSpec, url: str) -> Measurement:
+    return measure_run(spec, attach_server(spec, url=url).record)
 
 
 def test_cells_are_interleaved_round_by_round(make_spec: MakeSpec, serve: Serve) -> None:
     spec = make_spec(max_new_tokens=[8, 16], warmups=1, repeats=3)
-    seen: list[tuple[int, int, str]] = []
-    m = measure(spec, serve(), progress=lambda *step: seen.append(step))
+    m = measure(spec, serve())
     cells = [(p, n) for p in ("fib", "qsort") for n in (8, 16)]
     order = [(r.prompt, r.max_new_tokens, r.round, r.warmup) for r in m.requests]
     assert order == [(*cell, 0, True) for cell in cells] + [
@@ -36,8 +34,16 @@ def test_cells_are_interleaved_round_by_round(make_spec: MakeSpec, serve: Serve)
     assert [(c.prompt, c.max_new_tokens, c.rounds) for c in m.cells] == [(*cell, 3) for cell in cells]
     assert m.error is None
     assert all(r.error is None for r in m.requests)
-    assert seen[0] == (0, 16, "fib 8")
-    assert seen[-1] == (16, 16, "")
+
+
+def test_warmups_are_short_and_count_in_no_cell(make_spec: MakeSpec, serve: Serve) -> None:
+    """A warm-up of 40 tokens asks for 32, as a timed request of the other cell does."""
+    m = measure(make_spec(prompts=["fib"], max_new_tokens=[32, 40], repeats=1), serve())
+    assert [(r.max_new_tokens, r.completion_tokens, r.warmup) for r in m.requests] == [
+        (32, 32, True), (32, 32, True), (32, 32, False), (40, 40, False),
+    ]  # fmt: skip
+    assert [(c.max_new_tokens, c.rounds) for c in m.cells] == [(32, 1), (40, 1)]
+    assert all(cell.warnings[0].startswith("few-rounds: 1 timed") for cell in m.cells)
 
 
 def test_a_round_sends_all_its_streams_at_once(make_spec: MakeSpec, serve: Serve) -> None:

@@ -46,13 +46,6 @@ def test_e2e_needs_an_end_and_a_token() -> None:
     assert metrics.e2e_latency_s((), 1.0) is None
 
 
-def test_output_throughput_counts_all_tokens_over_the_window() -> None:
-    # From 1.0 s to 4.0 s: 60 tokens in 3 s, though the requests lasted 2 s and 2 s.
-    assert metrics.output_throughput_tok_s([(1.0, 3.0, 40), (2.0, 4.0, 20)]) == pytest.approx(20.0)
-    assert metrics.output_throughput_tok_s([]) is None
-    assert metrics.output_throughput_tok_s([(1.0, 1.0, 4)]) is None
-
-
 def test_peak_concurrency_is_exact() -> None:
     # Back to back is 1, not 2; 1-second buckets would say 2.
     assert metrics.peak_concurrency([(0.0, 0.4), (0.4, 0.8)]) == 1
@@ -61,16 +54,13 @@ def test_peak_concurrency_is_exact() -> None:
 
 
 def test_accept_length_pools_before_dividing() -> None:
-    # (30 + 0) drafts in (10 + 5) steps: 1 + 2.0. The mean of 4.0 and 1.0 is 2.5.
-    pairs = [(30, 10), (0, 5)]
-    assert metrics.accept_length(pairs) == pytest.approx(3.0)
-    assert metrics.accept_length_macro(pairs) == pytest.approx(2.5)
+    # (30 + 0) drafts in (10 + 5) steps: 1 + 2.0; the mean of the two requests' 4.0 and 1.0 would be 2.5.
+    assert metrics.accept_length([(30, 10), (0, 5)]) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("pairs", [[], [(None, None)], [(3, 1), (None, 2)], [(0, 0)]])
 def test_accept_length_without_counters_is_none(pairs: list[tuple[int | None, int | None]]) -> None:
     assert metrics.accept_length(pairs) is None
-    assert metrics.accept_length_macro(pairs) is None
 
 
 def test_histograms_add_up_padded() -> None:
@@ -107,5 +97,5 @@ def test_budget_efficiency_is_kept_over_verified() -> None:
 
 def test_registry_labels_carry_units() -> None:
     assert metrics.METRICS["decode_tok_s"].axis == "Decode rate (tok/s)"
-    assert metrics.Metric("x", "", "Plain", None).axis == "Plain"
+    assert metrics.Metric("x", "", "Plain", None, "X").axis == "Plain"
     assert all(key == metric.key for key, metric in metrics.METRICS.items())

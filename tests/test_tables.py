@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from benchlib import compare, frames, headline, provenance, tables
-from benchlib.typeset import Cell, Column, Table, build_document, escape_tex, redact
+from benchlib import compare, frames, headline, tables
+from benchlib.typeset import PREAMBLE, Cell, Column, Table, escape_tex, redact
 from tests import synthetic
 
 SMALL = Table(
@@ -51,11 +52,12 @@ b32 & {failed} & 5.0 \\
 """
 
 
+@cache
 def build(*paths: Path) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Table]]:
     loaded = frames.load_campaigns(paths)
     results = compare.build_results(loaded)
     scaling = compare.build_scaling(results)
-    source = headline.source_note(provenance.build_provenance(loaded))
+    source = headline.source_note(frames.build_provenance(loaded))
     return results, scaling, tables.build_tables(results, scaling, source)
 
 
@@ -186,7 +188,7 @@ def test_failed_cells_say_why(tmp_path: Path) -> None:
     assert "/home/someone" not in notes
     assert "tp1-linear fib: the stream broke off" in notes
     assert "tp1-b64" in notes
-    macros = headline.build_macros(results, scaling, pd.DataFrame())
+    macros = headline.build_macros(results, scaling, frames.build_provenance(frames.load_campaigns([path])))
     assert (macros["Conditions"], macros["ConditionsFailed"]) == ("6", "2")
 
 
@@ -206,7 +208,7 @@ def test_unreal_speeds_are_labelled_in_every_table(tmp_path: Path, options: dict
 def test_headline_has_interval_n_verdict_and_oracle(campaign: Path, several: Path) -> None:
     text = headline.build_headline(build(campaign)[0])
     assert re.match(
-        r"DDTree b16 decodes \d\.\d\d times as fast as autoregressive decoding at TP 1 \(95% interval "
+        r"DDTree b16 decodes \d\.\d\d times as fast as autoregressive decoding at TP 2 \(95% interval "
         r"\d\.\d\d to \d\.\d\d; n = 3 \+ 3 rounds inside 1 server start; 1 start: no verdict; ",
         text,
     )
@@ -214,9 +216,17 @@ def test_headline_has_interval_n_verdict_and_oracle(campaign: Path, several: Pat
     assert "n = 3 + 3 server starts; faster;" in headline.build_headline(build(several)[0])
 
 
+def test_headline_is_the_fastest_and_not_the_largest_ratio(campaign: Path) -> None:
+    results = build(campaign)[0].copy()
+    pooled = results[(results["prompt"] == "all") & results["speedup"].notna()]
+    slow = pooled["tp_size"] == 1
+    results.loc[pooled.index[slow], "speedup"] *= 9
+    assert "at TP 2 (" in headline.build_headline(results)
+
+
 def test_macros_hold_the_quoted_numbers(campaign: Path, tmp_path: Path) -> None:
     results, scaling, _ = build(campaign)
-    macros = headline.build_macros(results, scaling, provenance.build_provenance(frames.load_campaigns([campaign])))
+    macros = headline.build_macros(results, scaling, frames.build_provenance(frames.load_campaigns([campaign])))
     text = headline.save_macros(macros, tmp_path).read_text()
     names = re.findall(r"\\newcommand\{\\bench([A-Za-z]+)\}", text)
     assert names == list(macros)
@@ -224,6 +234,20 @@ def test_macros_hold_the_quoted_numbers(campaign: Path, tmp_path: Path) -> None:
     used = set(re.findall(r"\\bench([A-Za-z]+)", Path("report/main.tex").read_text()))
     assert used <= set(macros)
     assert "Example CPU 9000" in macros["Source"]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_campaign_of_failures_alone_has_tables_too(tmp_path: Path, cut: bool) -> None:
+    sweep = synthetic.build_sweep(tp_size=(1,), methods=("auto",), tree_budgets=())
+    path = synthetic.save_campaign(tmp_path, sweep, changes={"tp1-auto": synthetic.fail_run})
+    if cut:
+        (path / "tp1-auto" / "record.json").write_text("{")
+    results, scaling, made = build(path)
+    label, word = ("tp1-auto", "unreadable") if cut else ("autoregressive", "failed")
+    assert {cell.text for cell in row_of(made["main"], f"{label} (tp1-auto)")[1:6]} == {word}
+    assert made["main"].notes[0] == "No cell was measured."
+    macros = headline.build_macros(results, scaling, frames.build_provenance(frames.load_campaigns([path])))
+    assert (macros["ConditionsFailed"], macros["BestMethod"]) == ("1", "none")
 
 
 def test_two_campaigns_are_told_apart(campaign: Path, several: Path, tmp_path: Path) -> None:
@@ -248,7 +272,8 @@ def test_every_fragment_compiles_alone(tmp_path: Path) -> None:
     made = build(synthetic.save_campaign(tmp_path, changes=changes))[2]
     made["small"] = SMALL
     for table in made.values():
-        (tmp_path / f"{table.name}.tex").write_text(build_document(table.to_latex()), encoding="utf-8")
+        text = f"\\documentclass{{article}}\n{PREAMBLE}\\begin{{document}}\n{table.to_latex()}\\end{{document}}\n"
+        (tmp_path / f"{table.name}.tex").write_text(text, encoding="utf-8")
         command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", f"{table.name}.tex"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False)
         assert done.returncode == 0, f"{table.name}: {done.stdout[-1500:]}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchlib.record import RequestRecord
+from benchlib.record import RequestRecord, ServerRecord
 from benchlib.warnings import CODES, check_cell, check_run, format_warning
 
 
@@ -68,11 +68,6 @@ def test_requests_of_a_round_are_one_value() -> None:
     assert check_cell(fast + slow) == ()
 
 
-def test_warmups_do_not_count() -> None:
-    cold = requests(10, warmup=True, cached_tokens=9)
-    assert check_cell(cold + requests(100, 100, 100)) == ()
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -96,10 +91,11 @@ def test_requests_of_one_chunk_have_no_rate() -> None:
 
 
 def test_run() -> None:
-    quiet = {"load": 0.3, "cores": 2, "concurrency": 4, "limit": 8, "attached": False}
-    assert check_run(**quiet) == ()
-    assert check_run(**quiet | {"load": None, "limit": None}) == ()
-    loud = check_run(load=1.5, cores=2, concurrency=4, limit=2, attached=True)
+    server = ServerRecord(url="x", effective_max_running_requests=8)
+    assert check_run({"load_average_1m": 0.3, "cores": 2}, server, concurrency=4) == ()
+    assert check_run({"load_average_1m": None, "cores": 2}, ServerRecord(url="x"), concurrency=4) == ()
+    capped = ServerRecord(url="x", effective_max_running_requests=2, attached=True)
+    loud = check_run({"load_average_1m": 1.5, "cores": 2}, capped, concurrency=4)
     assert codes(loud) == ["machine-busy", "requests-capped", "attached"]
     assert "load average was 1.5 on 2 cores" in loud[0]
 
