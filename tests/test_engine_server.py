@@ -601,8 +601,9 @@ class Process:
         wait_until(ready, 60)
 
     def workers(self) -> list[psutil.Process]:
+        """Ranks beyond 0, forked (the server's own command line) or spawned; not multiprocessing's resource tracker."""
         children = psutil.Process(self.popen.pid).children()
-        return [c for c in children if "spawn_main" in " ".join(c.cmdline())]
+        return [c for c in children if "resource_tracker" not in " ".join(c.cmdline())]
 
     def end(self) -> None:
         if self.popen.poll() is None:

@@ -42,7 +42,7 @@ def usable() -> bool:
 
 
 def new_file(world: int) -> Path:
-    """A file of zeros for `Exchange`, in memory where there is such a place; unlink it once all ranks have mapped it."""
+    """A file of zeros for `Exchange`, in memory where there is such a place; unlink it once all have mapped it."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     handle, name = tempfile.mkstemp(prefix="benchlib-", dir=place)
     os.ftruncate(handle, world * (LINE + 2 * CAPACITY))
