@@ -9,40 +9,55 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import matplotlib as mpl
 import pandas as pd
-import seaborn as sns
+from fontTools import subset, ttLib  # type: ignore[import-untyped]
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from benchlib.frames import ALL, rows_of
+from benchlib.frames import ALL, Row, grouped, rows_of
 from benchlib.metrics import METRICS
+from benchlib.record import write_atomic
 
 __all__ = ["Drawing", "build_figures", "method_style"]
 
-Row = Mapping[str, Any]
-Width = Literal["one", "two"]
-WIDTHS_IN: dict[Width, float] = {"one": 3.4, "two": 6.9}
+WIDTHS_IN = {"": 6.9, "-1col": 3.4}  # by the file name's ending: two columns, one column
 DPI = 200
 _BUDGETS = LinearSegmentedColormap.from_list("budget", ["#FBE0A0", "#F2B134", "#D55E00", "#7A2E00", "#2E1200"])
-_AUTO, _LINEAR = "#6E6E6E", "#0072B2"
-_RC: dict[str, Any] = {
+_AUTO, _LINEAR, _INK = "#6E6E6E", "#0072B2", "#222222"
+_RC: Any = {
     # One weight of one font: embedding a subset of each costs more than drawing the figure.
-    **{"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none", "font.family": "DejaVu Sans"},
-    **{"font.size": 8, "axes.titlesize": 9, "axes.labelsize": 8, "legend.fontsize": 7},
-    **{"xtick.labelsize": 7, "ytick.labelsize": 7, "hatch.linewidth": 0.7, "axes.linewidth": 0.7},
-    **{"grid.linewidth": 0.5, "grid.color": "#DDDDDD", "lines.linewidth": 1.3, "lines.markersize": 4.5},
-    **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "axes.axisbelow": True},
+    **{"pdf.fonttype": 42, "font.size": 8, "axes.titlesize": 9, "axes.labelsize": 8},
+    **{"legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7, "hatch.linewidth": 0.7},
+    **{"axes.linewidth": 0.7, "axes.edgecolor": "#CCCCCC", "axes.spines.top": False, "axes.spines.right": False},
+    **{"xtick.bottom": False, "ytick.left": False, "legend.frameon": False, "lines.linewidth": 1.3},
+    **{"lines.markersize": 4.5, "axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.5},
+    **{key: "#262626" for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")},
+    **{"grid.color": "#DDDDDD", "axes.titley": 1.0},  # a title whose place is given is not searched for
+}
+
+
+_CAPTIONS = {
+    "speedup": "Speedup over autoregressive decoding, all prompts pooled, with 95% interval; dashed: no gain",
+    "decode": "Decode rate by prompt and method in tokens a second, with 95% interval",
+    "accept": "Accept length (bonus included) against tokens per verify step, all prompts pooled",
+    "step": "Milliseconds a step against tokens per verify step, all prompts pooled; dashed: autoregressive",
+    "histogram": "Accepted drafts in a verify step, all prompts pooled; the last bar is the whole block",
+    "scaling": "Scaling over tensor-parallel size against ideal, all prompts pooled, with 95% interval",
 }
 
 
@@ -60,32 +75,55 @@ class Drawing:
     def to_html(self) -> str:
         """`figure` with the PNG as a data URI (the one-column one for small screens), its alt text and caption."""
         wide, narrow = (base64.b64encode(p.read_bytes()).decode() for p in (self.png, self.narrow_png))
-        alt, caption = html.escape(self.alt, quote=True), html.escape(self.caption)
         return (
             f'<figure class="plot" id="fig-{self.name}"><picture>'
             f'<source media="(max-width:40rem)" srcset="data:image/png;base64,{narrow}">'
-            f'<img alt="{alt}" src="data:image/png;base64,{wide}"></picture>'
-            f"<figcaption>{caption}</figcaption></figure>"
+            f'<img alt="{html.escape(self.alt)}" src="data:image/png;base64,{wide}"></picture>'
+            f"<figcaption>{html.escape(self.caption)}</figcaption></figure>"
         )
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    _repr_html_ = to_html
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How one figure is made: rows it uses, panels it splits them into, and the function that fills a panel."""
+    """How one figure is made: the metric its rows must have, the function that fills a panel, an alt text's item."""
 
     name: str
-    caption: str
+    key: str
     draw: Callable[[Axes, Sequence[Row]], None]
-    alt: Callable[[Sequence[Row]], str]
-    keep: Callable[[Row], bool]
+    item: str
+    pooled: bool = True
     height_in: float = 2.4
-    panel: Callable[[Row], str] = lambda row: f"TP {row['tp_size']}"
+    panel: str = "TP {tp_size}"
     across: int = 2
     legend: bool = True
     first_workload: bool = False
+
+    def rows(self, rows: Iterable[Row]) -> list[Row]:
+        """Those to draw. Of several lengths and concurrencies the first alone where a panel for each is too many."""
+        kept = [row for row in rows if (row["prompt"] == ALL) == self.pooled and row.get(self.key) is not None]
+        if not self.first_workload:
+            return kept
+        first = next(iter(grouped(kept, ("campaign", "max_new_tokens", "concurrency"))), [])
+        return sorted(first, key=_method_order)
+
+
+@cache
+def _font() -> str:
+    """A family cut from matplotlib's own, kept in its cache: embedding from the whole one takes a third of the time."""
+    path = Path(mpl.get_cachedir()) / f"benchlib-{mpl.__version__}.ttf"
+    if not path.is_file():
+        font, data = ttLib.TTFont(font_manager.findfont("DejaVu Sans")), io.BytesIO()
+        cutter = subset.Subsetter(subset.Options(drop_tables=["FFTM", "GDEF", "GPOS", "GSUB"]))
+        cutter.populate(unicodes=[*range(0x20, 0x250), *range(0x2010, 0x2030), 0x2212])
+        cutter.subset(font)
+        for record in font["name"].names:
+            record.string = record.toUnicode().replace("DejaVu", "Benchlib")
+        font.save(data)
+        write_atomic(path, data.getvalue())
+    font_manager.fontManager.addfont(path)
+    return "Benchlib Sans"
 
 
 def method_style(method: str, tree_budget: int | None) -> tuple[str, str, str]:
@@ -104,41 +142,38 @@ def build_figures(results: pd.DataFrame, scaling: pd.DataFrame, folder: Path) ->
     A figure for which there is no data says so in place of its axes, so that documents can always include it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    sources = {"scaling": rows_of(scaling)}
     cells = [r for r in rows_of(results) if r["status"] == "ok" and r.get("tpot_s") is not None]
-    return {plan.name: _save(plan, sources.get(plan.name, cells), folder) for plan in _PLANS}
+    sources = {"scaling": rows_of(scaling)}
+    with mpl.rc_context({**_RC, "font.family": _font()}):
+        return {plan.name: _save(plan, plan.rows(sources.get(plan.name, cells)), folder) for plan in _PLANS}
 
 
 def _save(plan: _Plan, rows: Sequence[Row], folder: Path) -> Drawing:
-    kept = [row for row in rows if plan.keep(row)]
-    kept = _first_workload(kept) if plan.first_workload else kept
-    alt = plan.alt(kept) if kept else f"{plan.caption}: no data in these records."
-    stems: dict[Width, Path] = {"two": folder / plan.name, "one": folder / f"{plan.name}-1col"}
-    theme: Any = {**sns.axes_style("whitegrid"), **_RC}
-    with mpl.rc_context(theme):
-        for width, stem in stems.items():
-            figure = _draw(plan, kept, width)
-            figure.savefig(f"{stem}.pdf", metadata={"CreationDate": None, "Title": plan.caption})
-            figure.set_layout_engine("none")  # laid out already
-            figure.savefig(f"{stem}.png", dpi=DPI, metadata={"Software": None})
-    files = (
-        Path(f"{stem}{end}") for stem, end in ((stems["two"], ".png"), (stems["one"], ".png"), (stems["two"], ".pdf"))
-    )
-    return Drawing(plan.name, plan.caption, alt, *files)
+    caption, stem = _CAPTIONS[plan.name], folder / plan.name
+    for ending, width in WIDTHS_IN.items():
+        figure = _draw(plan, rows, width)
+        pdf, png = cast(Any, FigureCanvasPdf(figure)), cast(Any, FigureCanvasAgg(figure))
+        # Laid out once and printed by the backends: `savefig` would lay out and draw everything twice for each file.
+        figure.get_layout_engine().execute(figure)
+        figure.set_layout_engine("none")
+        pdf.print_pdf(f"{stem}{ending}.pdf", metadata={"CreationDate": None, "Title": caption})
+        figure.set_dpi(DPI)
+        png.print_png(f"{stem}{ending}.png", metadata={"Software": None})
+    items = dict.fromkeys(plan.item.format(**row) for row in rows)
+    alt = f"{caption}: {'; '.join(items) or 'no data in these records'}."
+    return Drawing(plan.name, caption, alt, *(Path(f"{stem}{end}") for end in (".png", "-1col.png", ".pdf")))
 
 
-def _draw(plan: _Plan, rows: Sequence[Row], width: Width) -> Figure:
-    panels: dict[str, list[Row]] = {}
-    for row in rows:
-        panels.setdefault(_panel_title(plan, row, rows), []).append(row)
-    across = min(max(1, plan.across // 2) if width == "one" else plan.across, len(panels) or 1)
+def _draw(plan: _Plan, rows: Sequence[Row], width: float) -> Any:
+    panels = grouped(rows, lambda row: _panel_title(plan, row, rows))
+    narrow = width < WIDTHS_IN[""]
+    across = min(max(1, plan.across // 2) if narrow else plan.across, len(panels) or 1)
     down = math.ceil((len(panels) or 1) / across)
-    figure = Figure(figsize=(WIDTHS_IN[width], plan.height_in * down + 0.35), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(width, plan.height_in * down + 0.35), layout="constrained")
     axes = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
-    for index, (axis, (title, part)) in enumerate(zip(axes, panels.items(), strict=False)):
+    for index, (axis, part) in enumerate(zip(axes, panels, strict=False)):
         plan.draw(axis, part)
-        axis.set_title(title, loc="left")
+        axis.set_title(_panel_title(plan, part[0], rows), loc="left")
         if index % across:
             axis.set_ylabel("")
         if index + across < len(panels):
@@ -148,33 +183,21 @@ def _draw(plan: _Plan, rows: Sequence[Row], width: Width) -> Figure:
     if not panels:
         figure.text(0.5, 0.5, "No data in these records", ha="center", va="center", color=_AUTO)
     elif plan.legend:
-        _legend(figure, rows, columns=3 if width == "one" else 6)
+        labels = {row["label"]: _style(row) for row in sorted(rows, key=_method_order)}
+        handles = [Line2D([], [], color=c, marker=m, ls="", ms=5, label=label) for label, (c, m, _) in labels.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(3 if narrow else 6, len(handles)))
     return figure
 
 
 def _panel_title(plan: _Plan, row: Row, rows: Sequence[Row]) -> str:
     """The panel's own axis, and every other one on which the rows differ."""
-    parts = [plan.panel(row)]
+    parts = [plan.panel.format(**row)]
     for key, text in (("max_new_tokens", "{} tokens"), ("concurrency", "{} at once")):
         parts += [text.format(row[key])] * (len({r[key] for r in rows}) > 1)
     labels = [row["campaign"]] * (len({r["campaign"] for r in rows}) > 1)
     labels += ["random weights"] * (row["weights"] == "random")
     labels += ["simulated acceptance"] * bool(row["simulated"])
     return ", ".join(parts) + (f"\n{', '.join(labels)}" if labels else "")
-
-
-def _first_workload(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the first campaign's first length and concurrency: a panel for each of more would be unreadable."""
-    keys = ("campaign", "max_new_tokens", "concurrency")
-    return [row for row in rows if all(row[key] == rows[0][key] for key in keys)]
-
-
-def _legend(figure: Figure, rows: Iterable[Row], columns: int) -> None:
-    seen = {}
-    for row in sorted(rows, key=_method_order):
-        colour, marker, _ = _style(row)
-        seen[row["label"]] = Line2D([], [], color=colour, marker=marker, linestyle="", markersize=5, label=row["label"])
-    figure.legend(handles=list(seen.values()), loc="outside lower center", ncols=min(columns, len(seen)))
 
 
 def _style(row: Row) -> tuple[str, str, str]:
@@ -185,33 +208,37 @@ def _method_order(row: Row) -> tuple[int, int]:
     return ("auto", "linear", "ddtree").index(row["method"]), row["tree_budget"] or 0
 
 
-def _bars(axis: Axes, rows: Sequence[Row], key: str, positions: Sequence[float], width: float) -> None:
-    for at, row in zip(positions, rows, strict=True):
-        colour, _, hatch = _style(row)
-        value, low, high = row[key], row.get(f"{key}_low"), row.get(f"{key}_high")
-        error = None if low is None else [[value - low], [high - value]]
-        axis.bar(
-            at, value, width, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5,
-            yerr=error, error_kw={"elinewidth": 0.8, "capsize": 1.8, "ecolor": "#222222"},
-        )  # fmt: skip
+def _bar(axis: Axes, at: float, row: Row, key: str, width: float) -> None:
+    colour, _, hatch = _style(row)
+    value, low, high = row[key], row.get(f"{key}_low"), row.get(f"{key}_high")
+    error = None if low is None else [[value - low], [high - value]]
+    ends = {"elinewidth": 0.8, "capsize": 1.8, "ecolor": _INK}
+    axis.bar(at, value, width, color=colour, hatch=hatch, edgecolor="white", lw=0.5, yerr=error, error_kw=ends)
+
+
+def _finish(axis: Axes, key: str, values: Iterable[float], bottom: float = 0.0, label: str = "") -> None:
+    """Label, and an axis from `bottom` to some room above the highest value of the panels that share it."""
+    axis.set_ylabel(label or METRICS[key].axis)
+    axis.set_ylim(bottom, max(axis.get_ylim()[1], 1.12 * max(values)))
+
+
+def _name_bars(axis: Axes, names: Sequence[str]) -> None:
+    """Ticks of a panel of bars, with room for four: a single bar does not fill it."""
+    axis.set_xticks(range(len(names)), names)
+    centre, half = (len(names) - 1) / 2, max(len(names), 4) / 2
+    axis.set_xlim(centre - half, centre + half)
+    axis.grid(axis="x", visible=False)
 
 
 def _draw_speedup(axis: Axes, rows: Sequence[Row]) -> None:
     rows = sorted(rows, key=_method_order)
-    _bars(axis, rows, "speedup", range(len(rows)), 0.72)
     for at, row in enumerate(rows):
-        top = row["speedup_high"]
-        axis.annotate(f"{row['speedup']:.2f}", (at, top), (0, 2), textcoords="offset points", ha="center", fontsize=7)
-    axis.axhline(1, color="#222222", linewidth=0.8, linestyle="--")
-    axis.set_xticks(range(len(rows)), [_short(row) for row in rows])
-    axis.set_ylabel(METRICS["speedup"].axis)
-    axis.grid(axis="x", visible=False)
-    _from_zero(axis, [row["speedup_high"] for row in rows])
-
-
-def _from_zero(axis: Axes, values: Iterable[float], bottom: float = 0.0) -> None:
-    """Axis from `bottom` to some room above the highest value of this panel and those that share its axis."""
-    axis.set_ylim(bottom, max(axis.get_ylim()[1], 1.12 * max(values)))
+        _bar(axis, at, row, "speedup", 0.72)
+        place: Any = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "fontsize": 7}
+        axis.annotate(f"{row['speedup']:.2f}", (at, row["speedup_high"]), **place)
+    axis.axhline(1, color=_INK, linewidth=0.8, linestyle="--")
+    _name_bars(axis, ["linear" if row["method"] == "linear" else f"b{row['tree_budget']}" for row in rows])
+    _finish(axis, "speedup", [row["speedup_high"] for row in rows])
 
 
 def _draw_prompts(axis: Axes, rows: Sequence[Row]) -> None:
@@ -220,11 +247,9 @@ def _draw_prompts(axis: Axes, rows: Sequence[Row]) -> None:
     width = 0.84 / len(methods)
     for row in rows:
         offset = (methods.index(_method_order(row)) - (len(methods) - 1) / 2) * width
-        _bars(axis, [row], "decode_tok_s", [prompts.index(row["prompt"]) + offset], width)
-    axis.set_xticks(range(len(prompts)), prompts)
-    axis.set_ylabel(METRICS["decode_tok_s"].axis)
-    _from_zero(axis, [row["decode_tok_s_high"] or row["decode_tok_s"] for row in rows])
-    axis.grid(axis="x", visible=False)
+        _bar(axis, prompts.index(row["prompt"]) + offset, row, "decode_tok_s", width)
+    _name_bars(axis, prompts)
+    _finish(axis, "decode_tok_s", [row["decode_tok_s_high"] or row["decode_tok_s"] for row in rows])
 
 
 def _draw_by_verify(key: str, bottom: float) -> Callable[[Axes, Sequence[Row]], None]:
@@ -234,19 +259,11 @@ def _draw_by_verify(key: str, bottom: float) -> Callable[[Axes, Sequence[Row]], 
         axis.plot([x for x, _ in tree], [y for _, y in tree], color="#BBBBBB", zorder=1)
         for row in rows:
             colour, marker, _ = _style(row)
-            if row["verify_tokens"] is None:
+            if row["method"] == "auto":
                 axis.axhline(row[key], color=colour, linestyle="--", linewidth=1)
-                continue
-            size = 9 if row["method"] == "linear" else 6  # seen behind b15, which verifies as many tokens
-            axis.plot(
-                row["verify_tokens"],
-                row[key],
-                color=colour,
-                marker=marker,
-                linestyle="",
-                markersize=size,
-                markeredgecolor="white",
-            )
+            elif row["verify_tokens"]:
+                size = 9 if row["method"] == "linear" else 6  # seen behind b15, which verifies as many tokens
+                axis.plot(row["verify_tokens"], row[key], color=colour, marker=marker, ms=size, mec="white")
         axis.set_xscale("log", base=2)
         ticks = sorted({r["verify_tokens"] for r in points})
         # Ticks closer than a fifth of a doubling would print over one another: the larger one goes.
@@ -254,9 +271,8 @@ def _draw_by_verify(key: str, bottom: float) -> Callable[[Axes, Sequence[Row]], 
         axis.set_xticks(ticks, [str(t) for t in ticks])
         axis.xaxis.set_minor_locator(NullLocator())
         axis.set_xlabel("Tokens per verify step (1 + nodes)")
-        axis.set_ylabel(METRICS[key].axis)
         axis.margins(x=0.12)
-        _from_zero(axis, [row[key] for row in rows], bottom)
+        _finish(axis, key, [row[key] for row in rows], bottom)
 
     return draw
 
@@ -268,10 +284,9 @@ def _draw_histogram(axis: Axes, rows: Sequence[Row]) -> None:
     colour, _, hatch = _style(row)
     axis.bar(range(len(counts)), shares, 0.86, color=colour, hatch=hatch, edgecolor="white", linewidth=0.3)
     axis.set_xlabel("Accepted drafts")
-    axis.set_ylabel("Verify steps (%)")
     axis.set_xticks(range(0, len(counts), 5))
     axis.grid(axis="x", visible=False)
-    _from_zero(axis, shares)
+    _finish(axis, "", shares, label="Verify steps (%)")
 
 
 def _draw_scaling(axis: Axes, rows: Sequence[Row]) -> None:
@@ -281,119 +296,26 @@ def _draw_scaling(axis: Axes, rows: Sequence[Row]) -> None:
         colour, marker, _ = _style(row)
         error = [[row["scaling"] - row["scaling_low"]], [row["scaling_high"] - row["scaling"]]]
         axis.hlines(at, 1, row["scaling"], color=colour, linewidth=2.2)
-        axis.errorbar(
-            row["scaling"],
-            at,
-            xerr=error,
-            color=colour,
-            marker=marker,
-            markersize=6,
-            capsize=2.5,
-            ecolor="#222222",
-            elinewidth=0.8,
-        )
-    axis.axvline(ideal, color="#222222", linestyle="--", linewidth=1)
-    axis.annotate(
-        "ideal", (ideal, len(rows) - 0.5), (-3, 0), textcoords="offset points", ha="right", va="top", fontsize=7
-    )
+        ends: Any = {"capsize": 2.5, "ecolor": _INK, "elinewidth": 0.8}
+        axis.errorbar(row["scaling"], at, xerr=error, color=colour, marker=marker, markersize=6, **ends)
+    place: Any = {"xytext": (-3, 0), "textcoords": "offset points", "ha": "right", "va": "top", "fontsize": 7}
+    axis.axvline(ideal, color=_INK, linestyle="--", linewidth=1)
+    axis.annotate("ideal", (ideal, len(rows) - 0.5), **place)
     axis.set_yticks(range(len(rows)), [row["label"] for row in rows])
     axis.set_ylim(-0.6, len(rows) - 0.4)
-    axis.set_xlim(
-        min(1.0, *(row["scaling_low"] for row in rows)) - 0.02,
-        1.04 * max(ideal, *(row["scaling_high"] for row in rows)),
-    )
+    lows, highs = ([row[f"scaling_{end}"] for row in rows] for end in ("low", "high"))
+    axis.set_xlim(min(1.0, *lows) - 0.02, 1.04 * max(ideal, *highs))
     axis.set_xlabel(f"Decode rate over TP {rows[0]['tp_base']} (×)")
     axis.grid(axis="y", visible=False)
 
 
-def _short(row: Row) -> str:
-    return {"auto": "auto", "linear": "linear"}.get(row["method"], f"b{row['tree_budget']}")
-
-
-def _pooled(key: str) -> Callable[[Row], bool]:
-    return lambda row: row["prompt"] == ALL and row.get(key) is not None
-
-
-def _placed(key: str) -> Callable[[Row], bool]:
-    return lambda row: _pooled(key)(row) and (row["method"] == "auto" or row["verify_tokens"] is not None)
-
-
-def _listing(title: str, key: str, decimals: int) -> Callable[[Sequence[Row]], str]:
-    """An alt text that lists every value."""
-
-    def alt(rows: Sequence[Row]) -> str:
-        items = [
-            f"TP {r['tp_size']} {r['label']}{'' if r['prompt'] == ALL else ' ' + r['prompt']} {r[key]:.{decimals}f}"
-            for r in rows
-        ]
-        return f"{title}: {'; '.join(items)}."
-
-    return alt
-
-
-def _decode_alt(rows: Sequence[Row]) -> str:
-    best: dict[tuple[int, str], Row] = {}
-    for row in sorted(rows, key=lambda r: float(r["decode_tok_s"])):
-        best[row["tp_size"], row["prompt"]] = row
-    items = [f"TP {tp} {p}: {r['label']}, {r['decode_tok_s']:.0f} tok/s" for (tp, p), r in best.items()]
-    return f"Bars of decode rate by prompt and method. Fastest: {'; '.join(items)}."
-
-
-def _histogram_alt(rows: Sequence[Row]) -> str:
-    items = [f"{r['label']}: {100 * r['full_block_share']:.1f}%" for r in rows]
-    return f"Accepted drafts a verify step. Share accepting the whole block: {'; '.join(dict.fromkeys(items))}."
-
-
 _PLANS = (
-    _Plan(
-        "speedup",
-        "Speedup over autoregressive decoding, all prompts pooled, with 95% interval; the dashed line is no gain",
-        _draw_speedup,
-        _listing("Bars of speedup over autoregressive decoding", "speedup", 2),
-        _pooled("speedup"),
-        legend=False,
-    ),
-    _Plan(
-        "decode",
-        "Decode rate by prompt and method, with 95% interval",
-        _draw_prompts,
-        _decode_alt,
-        lambda row: row["prompt"] != ALL,
-    ),
-    _Plan(
-        "accept",
-        "Accept length (bonus included) against tokens per verify step, all prompts pooled",
-        _draw_by_verify("accept_length", 1.0),
-        _listing("Accept length against verify tokens", "accept_length", 2),
-        _placed("accept_length"),
-    ),
-    _Plan(
-        "step",
-        "Milliseconds a step against tokens per verify step, all prompts pooled; dashed: autoregressive",
-        _draw_by_verify("step_ms", 0.0),
-        _listing("Milliseconds a step against verify tokens", "step_ms", 2),
-        _placed("step_ms"),
-    ),
-    _Plan(
-        "histogram",
-        "Accepted drafts in a verify step, all prompts pooled; the last bar is the whole block",
-        _draw_histogram,
-        _histogram_alt,
-        _pooled("drafts_histogram"),
-        height_in=1.7,
-        panel=lambda row: row["label"],
-        across=5,
-        legend=False,
-        first_workload=True,
-    ),
-    _Plan(
-        "scaling",
-        "Scaling over tensor-parallel size against ideal, all prompts pooled, with 95% interval",
-        _draw_scaling,
-        _listing("Decode rate relative to the smallest tensor-parallel size", "scaling", 2),
-        _pooled("scaling"),
-        height_in=1.9,
-        panel=lambda row: f"TP {row['tp_base']} to TP {row['tp_size']}",
-        legend=False,
-    ),
-)
+    _Plan("speedup", "speedup", _draw_speedup, "TP {tp_size} {label} {speedup:.2f}", legend=False),
+    _Plan("decode", "decode_tok_s", _draw_prompts, "TP {tp_size} {prompt} {label} {decode_tok_s:.0f}", pooled=False),
+    _Plan("accept", "accept_length", _draw_by_verify("accept_length", 1.0), "TP {tp_size} {label} {accept_length:.2f}"),
+    _Plan("step", "step_ms", _draw_by_verify("step_ms", 0.0), "TP {tp_size} {label} {step_ms:.2f}"),
+    _Plan("histogram", "drafts_histogram", _draw_histogram, "{label} accepts it in {full_block_share:.1%} of steps",
+          height_in=1.7, panel="{label}", across=5, legend=False, first_workload=True),
+    _Plan("scaling", "scaling", _draw_scaling, "TP {tp_base} to {tp_size} {label} {scaling:.2f}",
+          height_in=1.9, panel="TP {tp_base} to TP {tp_size}", legend=False),
+)  # fmt: skip

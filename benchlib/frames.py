@@ -3,6 +3,7 @@
 - **requests**: one row a request, warm-ups and failed ones included, figures computed from its ticks.
 - **rounds**: one row a timed round of a cell, plus rows `prompt="all"` that pool the same round over all prompts.
 - **cells**: one row a condition and cell, pooled over its server starts.
+- **provenance**, **warnings**, **failures**: the fine print, as texts.
 
 A failed request makes its round incomplete: the round's other requests ran at a lower concurrency, so it is counted
 in `n_failed` and enters no figure. Failed runs and unreadable folders are kept apart, each with its reason.
@@ -22,23 +23,9 @@ from benchlib.errors import RecordError
 from benchlib.record import RequestRecord, RunRecord, load_record, load_requests
 
 __all__ = [
-    "ALL",
-    "CELL_FIELDS",
-    "CONDITION_FIELDS",
-    "METHOD_FIELDS",
-    "BrokenRun",
-    "Campaign",
-    "LoadedRun",
-    "build_cells",
-    "build_requests",
-    "build_rounds",
-    "condition_of",
-    "device_label",
-    "find_folder",
-    "load_campaign",
-    "load_campaigns",
-    "method_label",
-    "rows_of",
+    *("ALL", "CELL_FIELDS", "CONDITION_FIELDS", "METHOD_FIELDS", "Campaign", "LoadedRun", "build_cells"),
+    *("build_failures", "build_provenance", "build_requests", "build_rounds", "build_warnings", "condition_of"),
+    *("device_label", "find_folder", "grouped", "load_campaign", "load_campaigns", "method_label", "rows_of"),
 ]
 
 ALL = "all"
@@ -48,29 +35,16 @@ Row = dict[str, Any]
 METHOD_FIELDS = ("method", "tree_budget", "block_size", "verify_tokens", "draft_model")
 # With the fields below they make a condition; runs that differ in one are never pooled.
 CONDITION_FIELDS = (
-    "campaign",
-    "engine",
-    "engine_version",
-    "engine_digest",
-    "packages",
-    "variables",
-    "devices",
-    "model",
-    "weights",
-    "simulated",
-    "tp_size",
-    *METHOD_FIELDS,
-    "nccl_profile",
-    "numa_policy",
-    "max_running_requests",
-    "server_args",
-    "server_env",
-    "prompt_set",
-    "temperature",
-    "ignore_eos",
-    "seed",
+    *("campaign", "engine", "engine_version", "engine_digest", "packages", "variables", "devices"),
+    *("model", "weights", "simulated", "tp_size", *METHOD_FIELDS, "nccl_profile", "numa_policy"),
+    *("max_running_requests", "server_args", "server_env", "prompt_set", "temperature", "ignore_eos", "seed"),
 )
 CELL_FIELDS = ("prompt", "max_new_tokens", "concurrency")
+_KEPT = ("run", "label", *CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")
+_SUMMED = (
+    *("n_requests", "window_s", "completion_tokens", "decode_s", "decode_tokens", "decode_steps"),
+    *("verify_ct", "correct_drafts"),
+)
 _RUN_MARKS = ("record.json", "requests.jsonl", "notebook.ipynb", "server.log")
 
 
@@ -95,27 +69,17 @@ class LoadedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class BrokenRun:
-    """A run's folder that cannot be read, and why."""
-
-    campaign: str
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Campaign:
-    """All runs of one folder `results/<campaign>/`."""
+    """All runs of one folder `results/<campaign>/`; `broken` says by name why a run's folder cannot be read."""
 
     name: str
     runs: tuple[LoadedRun, ...]
-    broken: tuple[BrokenRun, ...] = ()
+    broken: dict[str, str] = field(default_factory=dict)
 
 
 def find_folder(path: Path | str) -> Path:
     """`path` as given, else below the repository: notebooks run from their own folder. RecordError if neither is."""
-    repository = Path(__file__).resolve().parent.parent
-    for candidate in (Path(path), repository / path):
+    for candidate in (Path(path), Path(__file__).resolve().parent.parent / path):
         if candidate.is_dir():
             return candidate.resolve()
     raise RecordError(f"{path} is not a folder: give results/<campaign>, or run its sweep with `benchlib sweep` first")
@@ -124,7 +88,8 @@ def find_folder(path: Path | str) -> Path:
 def load_campaign(path: Path | str) -> Campaign:
     """Read every run below `results/<campaign>/`; RecordError when it holds none at all."""
     folder = find_folder(path)
-    runs, broken = [], []
+    runs: list[LoadedRun] = []
+    broken: dict[str, str] = {}
     for child in sorted(folder.iterdir()):
         if child.name.startswith(".") or not any((child / mark).exists() for mark in _RUN_MARKS):
             continue
@@ -133,10 +98,10 @@ def load_campaign(path: Path | str) -> Campaign:
             requests = load_requests(child) if record.requests_sha256 is not None else []
             runs.append(LoadedRun(folder.name, child.name, record, requests))
         except RecordError as error:
-            broken.append(BrokenRun(folder.name, child.name, str(error)))
+            broken[child.name] = str(error)
     if not runs and not broken:
         raise RecordError(f"{path} holds no run: expected folders such as {folder.name}/tp1-auto/record.json")
-    return Campaign(folder.name, tuple(runs), tuple(broken))
+    return Campaign(folder.name, tuple(runs), broken)
 
 
 def load_campaigns(paths: Iterable[Path | str]) -> list[Campaign]:
@@ -154,23 +119,31 @@ def rows_of(frame: pd.DataFrame) -> list[Row]:
     return [{str(k): v for k, v in row.items()} for row in plain.where(plain.notna(), None).to_dict("records")]
 
 
+def grouped(rows: Iterable[Row], key: Callable[[Row], Any] | Sequence[str]) -> list[list[Row]]:
+    """Rows that share a key (a function's value, or these fields) together, in order of first appearance."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row) if callable(key) else tuple(row[k] for k in key), []).append(row)
+    return list(groups.values())
+
+
 def build_requests(campaigns: Iterable[Campaign]) -> pd.DataFrame:
     """One row a request of every readable run, with its run's condition; times in seconds."""
     rows: list[Row] = []
     for run in (run for campaign in campaigns for run in campaign.runs):
         condition = condition_of(run)
-        digests = {_cell(c): c.prompt_sha256 for c in run.record.cells}
-        rows += [{**condition, **_request(r), "prompt_sha256": digests.get(_cell(r))} for r in run.requests]
+        digests = {_cell_of(c): c.prompt_sha256 for c in run.record.cells}
+        rows += [{**condition, **_request(r), "prompt_sha256": digests.get(_cell_of(r))} for r in run.requests]
     return pd.DataFrame(rows).convert_dtypes()
 
 
 def build_rounds(requests: pd.DataFrame) -> pd.DataFrame:
     """One row a timed round of finished runs; `prompt="all"` rows where every prompt's round is complete."""
     timed = [r for r in rows_of(requests) if r["run_ok"] and not r["warmup"]]
-    rounds = [_round(group) for group in _grouped(timed, ("campaign", "run", *CELL_FIELDS, "round"))]
+    rounds = [_round(group) for group in grouped(timed, ("campaign", "run", *CELL_FIELDS, "round"))]
     pooled = [
-        _pooled_round(group)
-        for group in _grouped(rounds, ("campaign", "run", "max_new_tokens", "concurrency", "round"))
+        {**group[0], **_pool(group), "prompt": ALL, "prompt_sha256": " ".join(sorted(_texts(group, "prompt_sha256")))}
+        for group in grouped(rounds, ("campaign", "run", "max_new_tokens", "concurrency", "round"))
         if all(r["complete"] for r in group) and len(group) == group[0]["n_prompts"]
     ]
     return pd.DataFrame(rounds + pooled).convert_dtypes()
@@ -178,20 +151,36 @@ def build_rounds(requests: pd.DataFrame) -> pd.DataFrame:
 
 def build_cells(rounds: pd.DataFrame) -> pd.DataFrame:
     """One row a condition and cell, pooled over starts; `tpot_starts` keeps each start's rounds for the intervals."""
-    keys = (*CONDITION_FIELDS, *CELL_FIELDS)
-    rows = [_cell_row(group) for group in _grouped(rows_of(rounds), keys)]
-    return pd.DataFrame(rows).convert_dtypes()
+    groups = grouped(rows_of(rounds), (*CONDITION_FIELDS, *CELL_FIELDS))
+    return pd.DataFrame([_cell(group) for group in groups]).convert_dtypes()
 
 
-def _grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[list[Row]]:
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return list(groups.values())
+def build_provenance(campaigns: Iterable[Campaign]) -> pd.DataFrame:
+    """What the runs were made with, one row an item and distinct value: columns `item`, `value`, `runs`.
+
+    Only the items listed here are shown: no host or user name, path, address or environment secret can slip in.
+    """
+    items = pd.DataFrame([_provenance(run) for campaign in campaigns for run in campaign.runs])
+    texts = items.melt(var_name="item", value_name="value").dropna().astype(str)
+    return texts.groupby(["item", "value"], sort=False).size().reset_index(name="runs")
 
 
-def _cell(row: Any) -> tuple[str, int, int]:
-    return row.prompt, row.max_new_tokens, row.concurrency
+def build_warnings(campaigns: Iterable[Campaign]) -> pd.DataFrame:
+    """Quality warnings, equal ones of several cells joined: columns `run`, `cells`, `warning`."""
+    rows = []
+    for run in (run for campaign in campaigns for run in campaign.runs):
+        rows += [(run.name, warning, "whole run") for warning in run.record.warnings]
+        rows += [(run.name, w, "{} {} x{}".format(*_cell_of(cell))) for cell in run.record.cells for w in cell.warnings]
+    found = pd.DataFrame(rows, columns=["run", "warning", "cells"]).groupby(["run", "warning"], sort=False)
+    return found["cells"].agg(", ".join).reset_index()[["run", "cells", "warning"]]
+
+
+def build_failures(campaigns: Iterable[Campaign]) -> pd.DataFrame:
+    """Failed and unreadable runs with the reason of each: columns `run`, `reason`."""
+    rows: list[tuple[str, str]] = []
+    for campaign in campaigns:
+        rows += [*((run.name, run.reason) for run in campaign.runs if not run.ok), *campaign.broken.items()]
+    return pd.DataFrame(rows, columns=["run", "reason"])
 
 
 def condition_of(run: LoadedRun) -> Row:
@@ -200,11 +189,11 @@ def condition_of(run: LoadedRun) -> Row:
     flags = [*spec.server_args, *spec.server_env, *(server.env if server else {})]
     identity = run.record.environment.get("identity") or {}
     return {
-        **spec.model_dump(mode="json", include=set(CONDITION_FIELDS) - {"campaign"}),
+        **spec.model_dump(mode="json", include=set(CONDITION_FIELDS)),
+        **spec.workload.model_dump(include=set(CONDITION_FIELDS)),
         "campaign": run.campaign,
         "run": run.name,
         "run_ok": run.ok,
-        "start": spec.start,
         "label": method_label(spec.method, spec.tree_budget),
         "engine_version": (server and server.version) or identity.get("engine_version"),
         "engine_digest": identity.get("engine_digest"),
@@ -218,38 +207,65 @@ def condition_of(run: LoadedRun) -> Row:
         "server_args": " ".join(spec.server_args),
         "server_env": _joined(spec.server_env),
         "n_prompts": len(spec.workload.prompts),
-        "prompt_set": spec.workload.prompt_set,
-        "temperature": spec.workload.temperature,
-        "ignore_eos": spec.workload.ignore_eos,
     }
 
 
 def method_label(method: str, tree_budget: int | None) -> str:
     """A method's name in tables and figures: `DDTree b16`."""
-    names = {"auto": "autoregressive", "linear": "DFlash linear"}
-    return names.get(method, f"DDTree b{tree_budget}")
+    return {"auto": "autoregressive", "linear": "DFlash linear"}.get(method, f"DDTree b{tree_budget}")
 
 
 def device_label(record: RunRecord) -> str:
-    """Model names of the devices that the server used, from its record: `NVIDIA H200`; never typed in."""
-    environment, server = record.environment, record.server
-    on_cpu = str(server.info.get("device", "") if server else "").startswith("cpu")
-    gpus = [] if on_cpu else environment.get("gpus") or []
-    names = sorted({str(gpu["name"]) for gpu in gpus})
-    return ", ".join(names) or str(environment.get("cpu_model") or "device not recorded")
+    """Model names of the devices that the server used, from its record: `NVIDIA H200`, `AMD EPYC (CPU)`."""
+    names = {str(gpu["name"]) for gpu in _gpus(record)}
+    cpu = str(record.environment.get("cpu_model") or "")
+    if names or not cpu or (record.environment.get("gpus") and not _device(record)):
+        return ", ".join(sorted(names)) or "device not recorded"
+    return cpu if "CPU" in cpu else f"{cpu} (CPU)"
 
 
-def _joined(pairs: Any) -> str:
-    return " ".join(f"{k}={v}" for k, v in sorted(dict(pairs or {}).items()))
+def _device(record: RunRecord) -> str:
+    """What the server says it runs on: `cuda`, `cpu`; empty where it never said."""
+    return str((record.server and record.server.info.get("device")) or "")
+
+
+def _gpus(record: RunRecord) -> list[Row]:
+    """The GPUs in use: a machine may have some beside an engine on the CPU, or a server that died before it said."""
+    in_use = (_device(record) or "cuda" * (record.status == "ok")).startswith("cuda")
+    return record.environment.get("gpus") or [] if in_use else []
+
+
+def _provenance(run: LoadedRun) -> Row:
+    env, spec, condition = run.record.environment, run.record.spec, condition_of(run)
+    git, packages, memory = env.get("git") or {}, env.get("packages") or {}, env.get("memory_bytes")
+    return {
+        "engine": " ".join(filter(None, (spec.engine, condition["engine_version"]))),
+        "model": condition["model"] or "the engine's own",
+        "weights": "simulated acceptance" if condition["simulated"] else spec.weights,
+        "prompts": f"{spec.workload.prompt_set}: {', '.join(spec.workload.prompts)}",
+        "sampling": f"temperature {spec.workload.temperature:g}",
+        "device": condition["devices"],
+        "driver": next((gpu.get("driver") for gpu in _gpus(run.record)), None),
+        "cores": f"{env['cores']}" if env.get("cores") else None,
+        "memory": f"{memory / 2**30:.0f} GiB" if memory else None,
+        "system": env.get("system"),
+        "python": env.get("python"),
+        "benchlib": packages.get("benchlib"),
+        "torch": packages.get("torch"),
+        "commit": f"{git['commit'][:12]}{' + changes' if git.get('dirty') else ''}" if git else None,
+        "day": run.record.started_at[:10],
+    }
 
 
 def _request(r: RequestRecord) -> Row:
     window = metrics.decode_window(r.ticks)
-    last = r.ticks[-1] if r.ticks else (None, None)
-    stop = r.end_s if r.end_s is not None else last[0]
+    last_t, last_n = r.ticks[-1] if r.ticks else (None, None)
+    stop = r.end_s if r.end_s is not None else last_t
+    same = ("round", "stream", "warmup", "sent_s", "error", "verify_ct", "correct_drafts", "drafts_histogram")
     return {
-        **{k: getattr(r, k) for k in (*CELL_FIELDS, "round", "stream", "warmup", "sent_s", "error")},
-        "completion_tokens": r.completion_tokens if r.completion_tokens is not None else last[1],
+        **{k: getattr(r, k) for k in (*CELL_FIELDS, *same, "finish_reason")},
+        "n_requests": 1,
+        "completion_tokens": r.completion_tokens if r.completion_tokens is not None else last_n,
         "stop_s": None if stop is None else r.sent_s + stop,
         "decode_s": window and window[0],
         "decode_tokens": window and window[1],
@@ -258,99 +274,71 @@ def _request(r: RequestRecord) -> Row:
         "tpot_s": metrics.tpot_s(r.ticks),
         "decode_tok_s": metrics.decode_tok_s(r.ticks),
         "e2e_latency_s": metrics.e2e_latency_s(r.ticks, r.end_s),
-        "verify_ct": r.verify_ct,
-        "correct_drafts": r.correct_drafts,
-        "drafts_histogram": r.drafts_histogram,
         "accept_length": metrics.accept_length([(r.correct_drafts, r.verify_ct)]),
-        "finish_reason": r.finish_reason,
     }
 
 
 def _round(group: list[Row]) -> Row:
     good = [r for r in group if r["error"] is None and r["stop_s"] is not None]
-    spans = [(r["sent_s"], r["stop_s"], r["completion_tokens"] or 0) for r in good]
-    steps = [(r["correct_drafts"], r["verify_ct"]) for r in good]
+    spans = [(r["sent_s"], r["stop_s"]) for r in good]
+    window = max(stop for _, stop in spans) - min(start for start, _ in spans) if spans else None
+    rows = [{**r, "window_s": None, "peak_concurrency": None, "accept_length_macro": r["accept_length"]} for r in good]
     return {
-        **_shared(group[0]),
-        "n_requests": len(good),
+        **{key: group[0][key] for key in (*_KEPT, "n_prompts", "round")},
+        **_pool(rows),
         "n_failed": len(group) - len(good),
         "complete": len(good) == len(group),
-        "error": next((r["error"] for r in group if r["error"]), None),
-        **{key: _sum(r[key] for r in good) for key in _SUMMED},
-        "window_s": max(s[1] for s in spans) - min(s[0] for s in spans) if spans else None,
-        "ttft_s": _mean(r["ttft_s"] for r in good),
-        "accept_length_macro": metrics.accept_length_macro(steps),
-        "drafts_histogram": metrics.add_histograms(r["drafts_histogram"] for r in good),
-        "peak_concurrency": metrics.peak_concurrency(s[:2] for s in spans),
+        "error": next(iter(_texts(group, "error")), None),
+        "window_s": window,
+        "peak_concurrency": metrics.peak_concurrency(spans),
     }
 
 
-def _pooled_round(group: list[Row]) -> Row:
-    return {
-        **_shared(group[0]),
-        "prompt": ALL,
-        "prompt_sha256": " ".join(sorted(str(r["prompt_sha256"]) for r in group)),
-        "complete": True,
-        "error": None,
-        **{key: _sum(r[key] for r in group) for key in (*_SUMMED, "n_requests", "n_failed", "window_s")},
-        "ttft_s": _mean(r["ttft_s"] for r in group),
-        "accept_length_macro": _mean(r["accept_length_macro"] for r in group),
-        "drafts_histogram": metrics.add_histograms(r["drafts_histogram"] for r in group),
-        "peak_concurrency": max(r["peak_concurrency"] for r in group),
-    }
-
-
-_SUMMED = ("decode_s", "decode_tokens", "decode_steps", "completion_tokens", "verify_ct", "correct_drafts")
-
-
-def _shared(row: Row) -> Row:
-    keys = ("run", "label", "start", "n_prompts", *CONDITION_FIELDS, *CELL_FIELDS, "round", "prompt_sha256")
-    return {key: row[key] for key in keys}
-
-
-def _cell_row(group: list[Row]) -> Row:
+def _cell(group: list[Row]) -> Row:
     good = [r for r in group if r["complete"]]
-    starts = [
-        tuple((r["decode_s"], r["decode_tokens"]) for r in start if r["decode_tokens"])
-        for start in _grouped(good, ("run",))
-    ]
+    rounds = [[(r["decode_s"], r["decode_tokens"]) for r in s if r["decode_tokens"]] for s in grouped(good, ("run",))]
+    pooled = _pool(good)
     length = metrics.accept_length((r["correct_drafts"], r["verify_ct"]) for r in good)
-    histogram = metrics.add_histograms(r["drafts_histogram"] for r in good)
-    tokens, window = _sum(r["completion_tokens"] for r in good), _sum(r["window_s"] for r in good)
+    tokens, window = pooled["completion_tokens"], pooled["window_s"]
     return {
-        **{k: group[0][k] for k in ("run", "label", *CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")},
+        **{key: group[0][key] for key in _KEPT},
+        **pooled,
         "n_starts": len({r["run"] for r in good}),
         "n_rounds": len(good),
-        "n_requests": sum(r["n_requests"] for r in good),
         "n_failed": sum(r["n_failed"] for r in group),
-        "error": next((r["error"] for r in group if r["error"]), None),
-        "tpot_starts": tuple(s for s in starts if s),
-        "ttft_s": _mean(r["ttft_s"] for r in good),
+        "error": next(iter(_texts(group, "error")), None),
+        "tpot_starts": tuple(tuple(start) for start in rounds if start),
         "output_throughput_tok_s": tokens / window if tokens and window else None,
         "accept_length": length,
-        "accept_length_macro": _mean(r["accept_length_macro"] for r in good),
-        "drafts_histogram": histogram,
-        "full_block_share": metrics.full_block_share(histogram, group[0]["block_size"]),
-        "step_ms": metrics.step_ms(_sum(r["decode_s"] for r in good), _sum(r["decode_steps"] for r in good)),
+        "full_block_share": metrics.full_block_share(pooled["drafts_histogram"], group[0]["block_size"]),
+        "step_ms": metrics.step_ms(pooled["decode_s"], pooled["decode_steps"]),
         "budget_efficiency": metrics.budget_efficiency(length, group[0]["verify_tokens"]),
-        "peak_concurrency": max((r["peak_concurrency"] for r in good), default=None),
     }
 
 
-def _known(values: Iterable[float | None]) -> list[float] | None:
-    rows = list(values)
-    known = [v for v in rows if v is not None]
-    return known if known and len(known) == len(rows) else None
+def _pool(rows: Sequence[Row]) -> Row:
+    """Requests to a round, rounds to one of all prompts or to a cell. A sum or mean that lacks a part is None."""
+    return {
+        **{key: _reduced(rows, key, sum) for key in _SUMMED},
+        **{key: _reduced(rows, key, lambda v: sum(v) / len(v)) for key in ("ttft_s", "accept_length_macro")},
+        "n_requests": sum(r["n_requests"] for r in rows),
+        "drafts_histogram": metrics.add_histograms(r["drafts_histogram"] for r in rows),
+        "peak_concurrency": _reduced(rows, "peak_concurrency", max),
+    }
 
 
-def _reduced(values: Iterable[float | None], how: Callable[[list[float]], float]) -> float | None:
-    known = _known(values)
-    return how(known) if known else None
+def _reduced(rows: Sequence[Row], key: str, how: Callable[[list[float]], float]) -> float | None:
+    values = [r[key] for r in rows]
+    return how(values) if values and None not in values else None
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
-    return _reduced(values, sum)
+def _texts(rows: Iterable[Row], key: str) -> list[str]:
+    return [str(r[key]) for r in rows if r[key]]
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    return _reduced(values, lambda known: sum(known) / len(known))
+def _cell_of(row: Any) -> tuple[str, int, int]:
+    return row.prompt, row.max_new_tokens, row.concurrency
+
+
+def _joined(pairs: Any) -> str:
+    return " ".join(f"{k}={v}" for k, v in sorted(dict(pairs or {}).items()))

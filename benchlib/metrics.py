@@ -14,22 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    "METRICS",
-    "Metric",
-    "accept_length",
-    "accept_length_macro",
-    "add_histograms",
-    "budget_efficiency",
-    "decode_steps",
-    "decode_tok_s",
-    "decode_window",
-    "e2e_latency_s",
-    "full_block_share",
-    "output_throughput_tok_s",
-    "peak_concurrency",
-    "step_ms",
-    "tpot_s",
-    "ttft_s",
+    *("METRICS", "Metric", "accept_length", "add_histograms", "budget_efficiency", "decode_steps", "decode_tok_s"),
+    *("decode_window", "e2e_latency_s", "full_block_share", "peak_concurrency", "step_ms", "tpot_s", "ttft_s"),
 ]
 
 Tick = tuple[float, int]
@@ -37,35 +23,42 @@ Tick = tuple[float, int]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """How one figure is named wherever it is shown; `better` is None where neither direction is."""
+    """How one figure is named wherever it is shown.
+
+    `short` heads a table's column; `decimals` None: as its uncertainties warrant; `better` None: neither direction is.
+    """
 
     key: str
     unit: str
     label: str
     better: Literal["higher", "lower"] | None
+    short: str
+    decimals: int | None = 2
 
     @property
     def axis(self) -> str:
-        """Label with unit, for an axis or a table header: `Decode rate (tok/s)`."""
+        """Label with unit, for an axis: `Decode rate (tok/s)`."""
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
 METRICS: dict[str, Metric] = {
     m.key: m
     for m in (
-        Metric("ttft_s", "s", "Time to first token", "lower"),
-        Metric("tpot_s", "s", "Time per output token", "lower"),
-        Metric("decode_tok_s", "tok/s", "Decode rate", "higher"),
-        Metric("e2e_latency_s", "s", "End-to-end latency", "lower"),
-        Metric("output_throughput_tok_s", "tok/s", "Output throughput", "higher"),
-        Metric("peak_concurrency", "requests", "Peak concurrency", None),
-        Metric("accept_length", "tok/step", "Accept length", "higher"),
-        Metric("accept_length_macro", "tok/step", "Accept length, mean of requests", "higher"),
-        Metric("full_block_share", "%", "Steps accepting the whole block", None),
-        Metric("step_ms", "ms", "Time per step", "lower"),
-        Metric("budget_efficiency", "%", "Verified tokens kept", "higher"),
-        Metric("speedup", "×", "Speedup over autoregressive", "higher"),
-        Metric("verify_tokens", "tokens", "Tokens per verify step", None),
+        Metric("ttft_s", "s", "Time to first token", "lower", "TTFT"),
+        Metric("tpot_s", "s", "Time per output token", "lower", "TPOT"),
+        Metric("decode_tok_s", "tok/s", "Decode rate", "higher", "Decode", None),
+        Metric("e2e_latency_s", "s", "End-to-end latency", "lower", "E2E"),
+        Metric("output_throughput_tok_s", "tok/s", "Output throughput", "higher", "Throughput", 1),
+        Metric("peak_concurrency", "requests", "Peak concurrency", None, "Peak", 0),
+        Metric("accept_length", "tok/step", "Accept length", "higher", "Accept"),
+        Metric("accept_length_macro", "tok/step", "Accept length, mean of requests", "higher", "Accept"),
+        Metric("full_block_share", "%", "Steps accepting the whole block", None, "Full", 1),
+        Metric("step_ms", "ms", "Time per step", "lower", "Step"),
+        Metric("budget_efficiency", "%", "Verified tokens kept", "higher", "Kept", 1),
+        Metric("speedup", "×", "Speedup over autoregressive", "higher", "Speedup", None),
+        Metric("scaling", "×", "Decode rate over the smallest TP's", "higher", "Scaling", None),
+        Metric("efficiency", "%", "Scaling over the ideal", "higher", "Of ideal", 0),
+        Metric("verify_tokens", "tokens", "Tokens per verify step", None, "Verify", 0),
     )
 }
 
@@ -87,21 +80,19 @@ def decode_window(ticks: Sequence[Tick]) -> tuple[float, int] | None:
     (first_t, first_n), last_n = arrived[0], arrived[-1][1]
     # Chunks after the last token (usage only, empty) repeat the count: time ends where the count was reached.
     last_t = next(t for t, n in arrived if n == last_n)
-    if last_n <= first_n or last_t <= first_t:
-        return None
-    return last_t - first_t, last_n - first_n
+    return (last_t - first_t, last_n - first_n) if last_n > first_n and last_t > first_t else None
 
 
 def tpot_s(ticks: Sequence[Tick]) -> float | None:
     """Seconds per output token after the first chunk: (t_last - t_first) / (n_last - n_first)."""
     window = decode_window(ticks)
-    return None if window is None else window[0] / window[1]
+    return window and window[0] / window[1]
 
 
 def decode_tok_s(ticks: Sequence[Tick]) -> float | None:
     """One request's decode rate, tokens a second: the inverse of `tpot_s`."""
     window = decode_window(ticks)
-    return None if window is None else window[1] / window[0]
+    return window and window[1] / window[0]
 
 
 def e2e_latency_s(ticks: Sequence[Tick], end_s: float | None) -> float | None:
@@ -109,25 +100,14 @@ def e2e_latency_s(ticks: Sequence[Tick], end_s: float | None) -> float | None:
     return end_s if any(n > 0 for _, n in ticks) else None
 
 
-def output_throughput_tok_s(requests: Iterable[tuple[float, float, int]]) -> float | None:
-    """All completion tokens over the wall clock of the window that holds `(start_s, stop_s, tokens)` requests."""
-    rows = list(requests)
-    if not rows:
-        return None
-    span = max(stop for _, stop, _ in rows) - min(start for start, _, _ in rows)
-    return sum(tokens for _, _, tokens in rows) / span if span > 0 else None
-
-
 def peak_concurrency(intervals: Iterable[tuple[float, float]]) -> int | None:
     """Most requests open at one moment, by a sweep line: exact. One that ends as another starts does not overlap it."""
     events = [e for start, stop in intervals for e in ((start, 1), (stop, -1))]
-    if not events:
-        return None
     open_now = peak = 0
     for _, change in sorted(events):  # at equal times -1 sorts before +1
         open_now += change
         peak = max(peak, open_now)
-    return peak
+    return peak if events else None
 
 
 def accept_length(steps: Iterable[tuple[int | None, int | None]]) -> float | None:
@@ -136,17 +116,9 @@ def accept_length(steps: Iterable[tuple[int | None, int | None]]) -> float | Non
     `steps` are (accepted drafts, verify steps) of requests; None when one lacks a counter or no step was made.
     """
     pairs = list(steps)
-    if any(accepted is None or count is None for accepted, count in pairs):
-        return None
-    total = sum(count or 0 for _, count in pairs)
-    return 1 + sum(accepted or 0 for accepted, _ in pairs) / total if total else None
-
-
-def accept_length_macro(steps: Iterable[tuple[int | None, int | None]]) -> float | None:
-    """Mean over requests of each one's accept length; None as for `accept_length`, of any request."""
-    each = [accept_length([pair]) for pair in steps]
-    known = [value for value in each if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(each) else None
+    known = [(accepted, count) for accepted, count in pairs if accepted is not None and count is not None]
+    total = sum(count for _, count in known)
+    return 1 + sum(accepted for accepted, _ in known) / total if total and len(known) == len(pairs) else None
 
 
 def add_histograms(histograms: Iterable[Sequence[int] | None]) -> tuple[int, ...] | None:
@@ -155,16 +127,14 @@ def add_histograms(histograms: Iterable[Sequence[int] | None]) -> tuple[int, ...
     present = [row for row in rows if row is not None]
     if not present or len(present) != len(rows):
         return None
-    width = max(map(len, present))
-    return tuple(sum(row[i] if i < len(row) else 0 for row in present) for i in range(width))
+    return tuple(sum(row[i] for row in present if i < len(row)) for i in range(max(map(len, present))))
 
 
 def full_block_share(histogram: Sequence[int] | None, block_size: int) -> float | None:
     """Share (0 to 1) of verify steps that accept the whole block: `block_size - 1` drafts, in a tree a path as deep."""
     if histogram is None or not sum(histogram):
         return None
-    last = block_size - 1
-    return (histogram[last] if last < len(histogram) else 0) / sum(histogram)
+    return sum(histogram[block_size - 1 : block_size]) / sum(histogram)
 
 
 def decode_steps(ticks: Sequence[Tick], verify_ct: int | None) -> float | None:
@@ -176,9 +146,7 @@ def decode_steps(ticks: Sequence[Tick], verify_ct: int | None) -> float | None:
     window = decode_window(ticks)
     if window is None:
         return None
-    if verify_ct is None:
-        return float(window[1])
-    return verify_ct * window[1] / (ticks[-1][1] - 1)
+    return float(window[1]) if verify_ct is None else verify_ct * window[1] / (ticks[-1][1] - 1)
 
 
 def step_ms(decode_s: float | None, steps: float | None) -> float | None:

@@ -6,45 +6,38 @@ only where every other method of that group is slower by the comparison's own te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
 
-from benchlib.compare import BASELINE, ONE_START, compare
+from benchlib.compare import BASELINE, ONE_ROUND, ONE_START, compare
 from benchlib.errors import ComparisonError
-from benchlib.frames import ALL, rows_of
-from benchlib.headline import group_heading, group_of, span
+from benchlib.frames import ALL, Row, grouped, rows_of
 from benchlib.metrics import METRICS
 from benchlib.typeset import Cell, Column, Table, redact
 
-__all__ = ["build_tables", "frame_table"]
+__all__ = ["build_tables", "frame_table", "group_heading", "group_of", "span"]
 
-Row = Mapping[str, Any]
-_SHORT = {
-    BASELINE: "baseline",
-    "random weights": "random",
-    "simulated acceptance": "simulated",
-    "all requests failed": "failed",
-    "no baseline": "no auto",
-    "1 round: no interval": "1 round",
-    "failed": "failed",
-    "unreadable": "unreadable",
+GROUP_FIELDS = ("campaign", "engine", "weights", "simulated", "tp_size", "max_new_tokens", "concurrency")
+# A note of `compare`: the word that stands in its cell, and what a note below the table says of it.
+_WORDS = {
+    BASELINE: ("baseline", "autoregressive decoding at the same TP, which the others are divided into"),
+    "random weights": ("random", "random weights give speeds of shapes, never a speedup"),
+    "simulated acceptance": ("simulated", "acceptance was a setting, so no speedup follows"),
+    "no complete round": ("failed", ""),
+    "1 chunk: no rate": ("1 chunk", "all tokens came in one chunk, which has no duration"),
+    "no baseline": ("no auto", "this TP has no measured autoregressive run to compare with"),
+    ONE_ROUND: ("1 round", "two rounds are needed for an interval, and no speedup is given without one"),
+    "failed": ("failed", ""),
+    "unreadable": ("unreadable", ""),
 }
-_MEANING = {
-    "baseline": "baseline: autoregressive decoding at the same TP, which the others are divided into",
-    "random": "random: random weights give speeds of shapes, never a speedup",
-    "simulated": "simulated: acceptance was a setting, so no speedup follows",
-    "no auto": "no auto: this TP has no measured autoregressive run to compare with",
-    "1 round": "1 round: two rounds are needed for an interval, and no speedup is given without one",
-    "differs": "differs: the runs differ in more than the method",
-}
+_DIFFERS = ("differs", "the runs differ in more than the method")
 # Figures of an earlier campaign on another machine; quoted as published, with what they are comparable to here.
 _CITED = (
     ("TP 1, autoregressive", "about 26 tok/s", (1, "auto", None, "decode_tok_s")),
     (
-        "TP 4, autoregressive, fib / qsort / arith",
-        "37.5 ± 0.9 / 38.0 ± 0.3 / 37.5 ± 0.6 tok/s",
+        *("TP 4, autoregressive, fib / qsort / arith", "37.5 ± 0.9 / 38.0 ± 0.3 / 37.5 ± 0.6 tok/s"),
         (4, "auto", None, "decode_tok_s"),
     ),
     ("the same with NCCL variables set", "37.8 ± 0.2 / 38.1 ± 0.3 / 37.5 ± 0.2 tok/s", None),
@@ -54,191 +47,157 @@ _CITED = (
     ("TP 1, DDTree b15 over DFlash linear", "1.63 ×", None),
     ("TP 4, DDTree b15, 8 requests at once", "1270.8 tok/s in all", None),
 )
+_CITED_CAPTION = "Cited figures of an earlier campaign, beside this one's"
+_CITED_NOTE = (
+    "Cited, not ours: published figures of a Qwen3.6-27B campaign on 8 RTX PRO 6000 GPUs over PCIe. "
+    "Another machine and another model: side by side for orientation, not compared."
+)
+_ACCEPT_CAPTION = "Accept length and share of whole blocks, by prompt and budget"
+_ACCEPT_NOTE = "Accept: 1 + accepted drafts / verify steps, pooled. Full: share of steps that accept the whole block."
 
 
 def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, source: str) -> dict[str, Table]:
     """Every result table by name; `source` (device, engine, commit) is noted below each."""
     rows = rows_of(results)
-    notes = (*_interval_notes(rows), source)
+    notes = (_interval_note(rows), source)
+    prompts = tuple(dict.fromkeys(r["prompt"] for r in rows if r["prompt"] != ALL))
+    pooled, each = "All prompts pooled", (*prompts, ALL)
+    verify = ("", "", "verify_tokens", ALL)
+    main = [verify, *((pooled, "", key, ALL) for key in ("decode_tok_s", "speedup", "accept_length", "step_ms"))]
+    main += [("Decode rate by prompt", p, "decode_tok_s", p) for p in prompts]
+    speedup, steps = ([("", p, key, p) for p in each] for key in ("speedup", "step_ms"))
+    accept = [verify, *((p, "", key, p) for p in each for key in ("accept_length", "full_block_share"))]
+    caption = "Decode rate, speedup, accept length and time per step; pooled over all prompts, and by prompt"
+    drafted = [r for r in rows if r["method"] != "auto"]
+    cited = tuple(_text_row(case, figure, _ours(rows, where)) for case, figure, where in _CITED)
     tables = [
-        _main_table(rows, notes),
-        _prompt_table("speedup", "Speedup over autoregressive decoding, by prompt", "speedup", rows, notes),
-        _prompt_table("steps", "Milliseconds a verify step, by prompt", "step_ms", rows, (source,)),
-        _accept_table(rows, source),
+        _table("main", caption, main, rows, notes),
+        _table("speedup", "Speedup over autoregressive decoding, by prompt", speedup, rows, notes),
+        _table("steps", "Milliseconds a verify step, by prompt", steps, rows, (source,)),
+        _table("accept", _ACCEPT_CAPTION, accept, drafted, (_ACCEPT_NOTE, source)),
         _scaling_table(rows_of(scaling), notes),
-        _cited_table(rows),
+        Table("cited", _CITED_CAPTION, _texts("Case", "Cited", "Measured here"), cited, (_CITED_NOTE,)),
     ]
     return {table.name: table for table in tables}
 
 
 def frame_table(name: str, caption: str, frame: pd.DataFrame, empty: str) -> Table:
     """A DataFrame of texts as a table, addresses and paths taken out; `empty` is what an empty one says."""
-    columns = tuple(Column(str(c).capitalize(), kind="text") for c in frame.columns)
-    rows = [tuple(Cell(text=redact(str(v if v is not None else "—"))) for v in r.values()) for r in rows_of(frame)]
-    return Table(name, caption, columns or (Column("Item", kind="text"),), tuple(rows) or (empty,), wrap=True)
+    rows = tuple(_text_row(*(redact(str(value or "—")) for value in row.values())) for row in rows_of(frame))
+    columns = _texts(*(str(c).capitalize() for c in frame.columns))
+    return Table(name, caption, columns, rows or (empty,), wrap=True)
 
 
-def _main_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
-    prompts = _prompts(rows)
-    columns = (
-        Column("Method", kind="text"),
-        Column("Verify", "tokens", decimals=0),
-        *_pooled_columns(),
-        *(Column(p, "tok/s", "Decode rate by prompt") for p in prompts),
-    )
-
-    def line(cells: Mapping[str, Row], best: Mapping[str, bool]) -> tuple[Cell, ...]:
-        row = cells.get(ALL, {})
-        return (
-            _number(row, "verify_tokens", "—" if row.get("status") == "ok" else ""),
-            _rate(row, best.get(ALL, False)),
-            _ratio(row, "speedup", best.get(ALL, False)),
-            _number(row, "accept_length", "—"),
-            _number(row, "step_ms", "—"),
-            *(_rate(cells.get(p, {}), best.get(p, False)) for p in prompts),
-        )
-
-    caption = "Decode rate, speedup, accept length and time per step; pooled over all prompts, and by prompt"
-    return _table("main", caption, columns, rows, line, (*notes, *_reasons(rows)))
+def group_of(row: Row) -> tuple[Any, ...]:
+    """What rows of one group share; a table compares methods inside a group only."""
+    # A failed run never got as far as saying whether its acceptance was simulated: it joins the real ones.
+    return tuple(bool(row.get(f)) if f == "simulated" else row.get(f) for f in GROUP_FIELDS)
 
 
-def _pooled_columns() -> tuple[Column, ...]:
-    head = "All prompts pooled"
-    return (
-        Column("Decode", "tok/s", head),
-        Column("Speedup", "×", head),
-        Column("Accept", "tok/step", head, decimals=2),
-        Column("Step", "ms", head, decimals=2),
-    )
+def group_heading(row: Row, *, campaign: bool = False) -> str:
+    """What a group of rows shares: `TP 1 · 256 new tokens · 1 request at once`, labelled where weights are not real."""
+    many = row.get("concurrency") or 1
+    parts = [f"TP {row['tp_size']}"] if row.get("tp_size") else ["unreadable records"]
+    if row.get("max_new_tokens"):
+        parts += [f"{row['max_new_tokens']} new tokens", f"{many} request{'s' * (many > 1)} at once"]
+    parts += ["random weights"] * (row.get("weights") == "random")
+    parts += ["simulated acceptance"] * bool(row.get("simulated"))
+    return " · ".join([row["campaign"]] * campaign + parts)
 
 
-def _prompt_table(name: str, caption: str, key: str, rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
-    shown = (*_prompts(rows), ALL)
-    unit, decimals = METRICS[key].unit, None if key == "speedup" else 2
-    columns = (Column("Method", kind="text"), *(Column(p, unit, decimals=decimals) for p in shown))
-
-    def line(cells: Mapping[str, Row], best: Mapping[str, bool]) -> tuple[Cell, ...]:
-        if key == "speedup":
-            return tuple(_ratio(cells.get(p, {}), key, best.get(p, False)) for p in shown)
-        return tuple(_number(cells.get(p, {}), key, "—") for p in shown)
-
-    return _table(name, caption, columns, rows, line, (*notes, *_reasons(rows)))
-
-
-def _accept_table(rows: Sequence[Row], source: str) -> Table:
-    shown = (*_prompts(rows), ALL)
-    columns = [Column("Method", kind="text"), Column("Verify", "tokens", decimals=0)]
-    for prompt in shown:
-        columns += [Column("Accept", "tok/step", prompt, decimals=2), Column("Full", "%", prompt, decimals=1)]
-
-    def line(cells: Mapping[str, Row], _: Mapping[str, bool]) -> tuple[Cell, ...]:
-        pairs = [
-            cell
-            for p in shown
-            for cell in (
-                _number(cells.get(p, {}), "accept_length", "—"),
-                _percent(cells.get(p, {}), "full_block_share"),
-            )
-        ]
-        return (_number(cells.get(ALL, {}), "verify_tokens", "—"), *pairs)
-
-    note = "Accept: 1 + accepted drafts / verify steps, pooled. Full: share of steps that accept the whole block."
-    speculative = [r for r in rows if r["method"] != "auto"]
-    return _table(
-        "accept",
-        "Accept length and share of whole blocks, by prompt and budget",
-        tuple(columns),
-        speculative,
-        line,
-        (note, source, *_reasons(speculative)),
-    )
-
-
-def _scaling_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
-    columns = (
-        Column("Method", kind="text"),
-        Column("Sizes", kind="text"),
-        Column("Scaling", "×"),
-        Column("Of ideal", "%", decimals=0),
-        Column("Verdict", kind="text"),
-    )
-    body: list[str | tuple[Cell, ...]] = []
-    pooled = [r for r in rows if r["prompt"] == ALL]
-    for group in _grouped(pooled, group_of):
-        body.append(group_heading(group[0], campaign=len({r["campaign"] for r in rows}) > 1))
-        body += [
-            (
-                Cell(text=r["label"]),
-                Cell(text=f"TP {r['tp_base']} to {r['tp_size']}"),
-                _ratio(r, "scaling", False, note="scaling_note"),
-                _percent(r, "efficiency"),
-                Cell(text=_brief(r["scaling_note"])),
-            )
-            for r in group
-        ]
-    empty = "No method was measured at two TP sizes under one set-up."
-    return Table(
-        "scaling", "Scaling over tensor-parallel size, all prompts pooled", columns, tuple(body) or (empty,), notes
-    )
-
-
-def _cited_table(rows: Sequence[Row]) -> Table:
-    columns = tuple(Column(head, kind="text") for head in ("Case", "Cited", "Measured here"))
-    body = tuple((Cell(text=case), Cell(text=figure), Cell(text=_ours(rows, where))) for case, figure, where in _CITED)
-    note = (
-        "Cited, not ours: published figures of a Qwen3.6-27B campaign on 8 RTX PRO 6000 GPUs over PCIe. "
-        "Another machine and another model: side by side for orientation, not compared."
-    )
-    return Table("cited", "Cited figures of an earlier campaign, beside this one's", columns, body, (note,))
-
-
-def _ours(rows: Sequence[Row], where: tuple[int, str, int | None, str] | None) -> str:
-    if where is None:
-        return "—"
-    *axes, key = where
-    found = [
-        r
-        for r in rows
-        if [r["tp_size"], r["method"], r["tree_budget"]] == axes and r["prompt"] == ALL and r[key] is not None
-    ]
-    return f"{found[0][key]:.1f} {METRICS[key].unit}" if found else "—"
+def span(values: Iterable[int | None]) -> str:
+    """`3`, or `2 to 3` where values differ, or `0` where there is none."""
+    known = sorted({v for v in values if v is not None}) or [0]
+    return f"{known[0]} to {known[-1]}" if len(known) > 1 else str(known[0])
 
 
 def _table(
-    name: str, caption: str, columns: tuple[Column, ...], rows: Sequence[Row], line: Any, notes: Iterable[str]
+    name: str, caption: str, spec: Sequence[tuple[str, str, str, str]], rows: Sequence[Row], notes: Iterable[str]
 ) -> Table:
-    """Rows grouped by what they share, one line a run of each group."""
+    """One line a run below the heading of its group; `spec` has (heading, head, metric, prompt) of each column."""
+    columns = [_column(key, group, head) for group, head, key, _ in spec]
     several = len({r["campaign"] for r in rows}) > 1
     body: list[str | tuple[Cell, ...]] = []
-    for group in _grouped(rows, group_of):
+    for group in grouped(rows, group_of):
         body.append(group_heading(group[0], campaign=several))
         best = _best(group)
-        for run in _grouped(group, lambda r: (r["label"], r["run"] if r["status"] == "ok" else "")):
+        for run in grouped(group, lambda r: (r["label"], r["run"] if r["status"] == "ok" else "")):
             cells = {r["prompt"]: r for r in run}
-            marks = {prompt: name == run[0]["run"] for prompt, name in best.items()}
-            body.append((Cell(text=_row_label(run)), *line(cells, marks)))
-    return Table(name, caption, columns, tuple(body) or ("No run to show.",), tuple(dict.fromkeys(notes)))
+            line = (_cell(cells.get(p), key, best.get(p) == run[0]["run"]) for _, _, key, p in spec)
+            body.append((Cell(text=_row_label(run)), *line))
+    shown = {cell.text for line in body if not isinstance(line, str) for cell in line}
+    notes = tuple(dict.fromkeys((*notes, *_reasons(rows, shown))))
+    return Table(name, caption, (*_texts("Method"), *columns), tuple(body) or ("No run to show.",), notes)
+
+
+def _scaling_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
+    columns = (*_texts("Method", "Sizes"), _column("scaling"), _column("efficiency"), *_texts("Verdict"))
+    several = len({r["campaign"] for r in rows}) > 1
+    body: list[str | tuple[Cell, ...]] = []
+    for group in grouped((r for r in rows if r["prompt"] == ALL), group_of):
+        body.append(group_heading(group[0], campaign=several))
+        for r in group:
+            label, sizes, verdict = _text_row(r["label"], f"TP {r['tp_base']} to {r['tp_size']}", r["scaling_note"])
+            body.append((label, sizes, _cell(r, "scaling"), _cell(r, "efficiency"), verdict))
+    empty = "No method was measured at two TP sizes under one set-up."
+    caption = "Scaling over tensor-parallel size, all prompts pooled"
+    return Table("scaling", caption, columns, tuple(body) or (empty,), notes)
+
+
+def _ours(rows: Sequence[Row], where: tuple[int, str, int | None, str] | None) -> str:
+    *axes, key = where or (None, "")
+    for r in rows:
+        if [r["tp_size"], r["method"], r["tree_budget"]] == axes and r["prompt"] == ALL and r[key] is not None:
+            return f"{r[key]:.1f} {METRICS[key].unit}"
+    return "—"
+
+
+def _column(key: str, group: str = "", head: str = "") -> Column:
+    metric = METRICS[key]
+    return Column(head or metric.short, metric.unit, group, decimals=metric.decimals)
+
+
+def _texts(*heads: str) -> tuple[Column, ...]:
+    return tuple(Column(head, kind="text") for head in heads)
+
+
+def _text_row(*texts: str) -> tuple[Cell, ...]:
+    return tuple(Cell(text=text) for text in texts)
+
+
+def _cell(row: Row | None, key: str, bold: bool = False) -> Cell:
+    """The figure with the wider half of its interval, or the word that says why there is none."""
+    if row is None or row.get(key) is None:
+        return Cell(text=_word(row, key))
+    low, value, high = row.get(f"{key}_low"), row[key], row.get(f"{key}_high")
+    scale = 100 if METRICS[key].unit == "%" else 1
+    return Cell(
+        scale * float(value), None if low is None else max(high - value, value - low), bold=bold and low is not None
+    )
+
+
+def _word(row: Row | None, key: str) -> str:
+    if row is None or (row["status"] == "ok" and row["tpot_starts"] and key != "speedup"):
+        return "—"
+    return _explained(row["note"])[0]
+
+
+def _explained(note: str) -> tuple[str, str]:
+    return _WORDS.get(note, _DIFFERS)
 
 
 def _row_label(run: Sequence[Row]) -> str:
     """The method; for failed starts also their names, which the notes below the table explain."""
-    if run[0]["status"] == "ok":
-        return str(run[0]["label"])
-    first, *others = dict.fromkeys(r["run"] for r in run)
-    return f"{run[0]['label']} ({first}{f' and {len(others)} more' if others else ''})"
-
-
-def _grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return list(groups.values())
+    label, (first, *others) = str(run[0]["label"]), dict.fromkeys(r["run"] for r in run)
+    if run[0]["status"] == "ok" or label == first:
+        return label
+    return f"{label} ({first}{f' and {len(others)} more' if others else ''})"
 
 
 def _best(group: Sequence[Row]) -> dict[str, str]:
     """By prompt, the run that beats every other of the group significantly; prompts without such a run are absent."""
     found = {}
-    for cells in _grouped((r for r in group if r["tpot_starts"]), lambda r: r["prompt"]):
+    for cells in grouped((r for r in group if r["tpot_starts"]), ("prompt",)):
         first, *others = sorted(cells, key=lambda r: float(r["tpot_s"]))
         if others and all(_beats(first, other) for other in others):
             found[first["prompt"]] = first["run"]
@@ -252,66 +211,23 @@ def _beats(first: Row, other: Row) -> bool:
         return False
 
 
-def _prompts(rows: Sequence[Row]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(r["prompt"] for r in rows if r["prompt"] != ALL))
-
-
-def _brief(note: str | None) -> str:
-    return "—" if not note else _SHORT.get(note, note if len(note) < 30 else "differs")
-
-
-def _reason(row: Row, note: str = "note") -> str:
-    if row and row["status"] != "ok":
-        return _SHORT[row["note"]]
-    return _brief(row.get(note))
-
-
-def _number(row: Row, key: str, missing: str) -> Cell:
-    if row.get(key) is not None:
-        return Cell(float(row[key]))
-    return Cell(text=missing if row.get("status") == "ok" and row["tpot_starts"] else _reason(row) if row else "—")
-
-
-def _percent(row: Row, key: str) -> Cell:
-    cell = _number(row, key, "—")
-    return cell if cell.value is None else Cell(100 * cell.value)
-
-
-def _rate(row: Row, bold: bool) -> Cell:
-    return _ratio(row, "decode_tok_s", bold)
-
-
-def _ratio(row: Row, key: str, bold: bool, note: str = "note") -> Cell:
-    if row.get(key) is None:
-        return Cell(text=_reason(row, note))
-    low, value, high = row[f"{key}_low"], float(row[key]), row[f"{key}_high"]
-    return Cell(value, None if low is None else max(high - value, value - low), bold=bold)
-
-
-def _interval_notes(rows: Sequence[Row]) -> tuple[str, ...]:
+def _interval_note(rows: Sequence[Row]) -> str:
     measured = [r for r in rows if r.get("level")]
     if not measured:
-        return ("No cell was measured.",)
+        return "No cell was measured."
     starts, rounds = (span(r[k] for r in measured if r["prompt"] == ALL) for k in ("n_starts", "n_rounds"))
     wide = "± is the wider half of a 95% interval (Student's t on logarithms; ratios: Welch's t)"
-    what = f"n = {rounds} timed rounds of all prompts in {_count(starts, 'server start')}"
+    what = f"n = {rounds} timed rounds of all prompts in {starts} server start{'s' * (starts != '1')}"
     if all(r["level"] == "round" for r in measured):
-        return (f"{wide} over the rounds inside one server start; {ONE_START}. {what}. Nothing is bold: no verdict.",)
-    return (f"{wide} over server starts; {what}. Bold: significantly faster than every other method of its group.",)
+        return f"{wide} over the rounds inside one server start; {ONE_START}. {what}. Nothing is bold: no verdict."
+    return f"{wide} over server starts; {what}. Bold: significantly faster than every other method of its group."
 
 
-def _reasons(rows: Sequence[Row]) -> list[str]:
-    """Notes that spell out the words standing in cells without a number."""
-    words = [_brief(r["note"]) for r in rows if r.get("speedup") is None]
-    notes = [_MEANING[w] for w in dict.fromkeys(words) if w in _MEANING]
-    errors: dict[str, list[str]] = {}
-    for row in rows:
-        if row["error"]:
-            name = row["run"] if row["status"] != "ok" else f"{row['run']} {row['prompt']}"
-            errors.setdefault(row["error"], []).append(name)
-    notes += [f"{', '.join(dict.fromkeys(names))}: {error}" for error, names in errors.items()]
+def _reasons(rows: Sequence[Row], shown: set[str]) -> list[str]:
+    """Notes that spell out the words shown in place of a number, and every error."""
+    words = dict(_explained(r["note"]) for r in rows if r["speedup"] is None)
+    notes = [f"{word}: {meaning}" for word, meaning in words.items() if meaning and word in shown]
+    for same in grouped((r for r in rows if r["error"]), ("error",)):
+        names = dict.fromkeys(r["run"] if r["status"] != "ok" else f"{r['run']} {r['prompt']}" for r in same)
+        notes.append(f"{', '.join(names)}: {same[0]['error']}")
     return [redact(text) for text in notes]
-
-
-def _count(number: str, noun: str) -> str:
-    return f"{number} {noun}{'' if number == '1' else 's'}"

@@ -12,10 +12,11 @@ import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["PREAMBLE", "Cell", "Column", "Table", "build_document", "escape_tex", "redact"]
+__all__ = ["PREAMBLE", "Cell", "Column", "Table", "escape_tex", "redact"]
 
 # separate-uncertainty and mode=text: the settings under which a bold 158.2(31) is bold, aligned and well spaced.
 PREAMBLE = r"""\usepackage[T1]{fontenc}
@@ -42,6 +43,11 @@ class Cell:
     text: str = ""
     bold: bool = False
 
+    def digits(self, decimals: int) -> tuple[str, str]:
+        """(value, uncertainty in units of its last digit, rounded up, or empty)."""
+        error = "" if self.error is None else str(max(1, math.ceil(round(self.error * 10**decimals, 6))))
+        return f"{self.value:.{decimals}f}", error
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -56,7 +62,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns, rows and notes. A row that is a string is a heading across the table."""
+    """Columns, rows and notes. A row that is a string is a heading across the table; `wrap`: break the longest text."""
 
     name: str
     caption: str
@@ -67,32 +73,32 @@ class Table:
 
     def to_latex(self) -> str:
         """A `table` environment for `\\input`, given PREAMBLE; every text in it is escaped."""
-        lines = [r"\begin{table}[htbp]", r"\centering\footnotesize\setlength{\tabcolsep}{4pt}"]
-        lines += [r"\begin{threeparttable}"]
-        lines += [rf"\caption{{{escape_tex(self.caption)}}}\label{{tab:{self.name}}}"]
-        lines += [rf"\begin{{tabular}}{{@{{}}{self._tex_columns()}@{{}}}}", r"\toprule"]
-        lines += [*self._tex_heads(), r"\midrule", *map(self._tex_row, self.rows)]
-        lines += [r"\bottomrule", r"\end{tabular}"]
-        if self.notes:
-            lines += [r"\begin{tablenotes}[flushleft]\footnotesize"]
-            lines += [rf"\item {escape_tex(note)}" for note in self.notes]
-            lines += [r"\end{tablenotes}"]
-        return "\n".join([*lines, r"\end{threeparttable}", r"\end{table}", ""])
+        decimals = self._decimals()
+        notes = [rf"\item {escape_tex(note)}" for note in self.notes]
+        if notes:
+            notes = [r"\begin{tablenotes}[flushleft]\footnotesize", *notes, r"\end{tablenotes}"]
+        lines = [
+            *(r"\begin{table}[htbp]", r"\centering\footnotesize\setlength{\tabcolsep}{4pt}"),
+            *(r"\begin{threeparttable}", rf"\caption{{{escape_tex(self.caption)}}}\label{{tab:{self.name}}}"),
+            *(rf"\begin{{tabular}}{{@{{}}{self._tex_columns(decimals)}@{{}}}}", r"\toprule", *self._tex_heads()),
+            *(r"\midrule", *(self._tex_row(row, decimals) for row in self.rows), r"\bottomrule", r"\end{tabular}"),
+            *(*notes, r"\end{threeparttable}", r"\end{table}", ""),
+        ]
+        return "\n".join(lines)
 
     def to_html(self) -> str:
         """A `figure` with caption, table and notes; it scrolls inside its own box. All texts are escaped."""
-        heads = "".join(f"<tr>{''.join(row)}</tr>" for row in self._html_heads())
-        body = "".join(map(self._html_row, self.rows))
-        notes = "".join(f"<p>{_html(note)}</p>" for note in self.notes)
+        decimals, caption = self._decimals(), html.escape(self.caption)
+        body = "".join(self._html_row(row, decimals) for row in self.rows)
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         return (
-            f'<figure class="table" id="tab-{self.name}"><figcaption>{_html(self.caption)}</figcaption>'
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{_html(self.caption)}"><table>'
-            f"<thead>{heads}</thead><tbody>{body}</tbody></table></div>"
+            f'<figure class="table" id="tab-{self.name}"><figcaption>{caption}</figcaption>'
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{caption}"><table>'
+            f"<thead>{''.join(self._html_heads())}</thead><tbody>{body}</tbody></table></div>"
             f'<div class="notes">{notes}</div></figure>'
         )
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    _repr_html_ = to_html
 
     def save(self, folder: Path) -> Path:
         """Write `<name>.tex` into `folder`; returns its path."""
@@ -101,104 +107,82 @@ class Table:
         path.write_text(self.to_latex(), encoding="utf-8")
         return path
 
-    def _numbers(self, index: int) -> list[Cell]:
-        cells = [row[index] for row in self.rows if not isinstance(row, str)]
-        return [cell for cell in cells if cell.value is not None]
+    def _cells(self, index: int) -> list[Cell]:
+        return [row[index] for row in self.rows if not isinstance(row, str)]
 
-    def _decimals(self, index: int) -> int:
-        column = self.columns[index]
-        errors = [c.error for c in self._numbers(index) if c.error]
-        if column.decimals is not None or not errors:
-            return 1 if column.decimals is None else column.decimals
-        return max(0, min(MAX_DECIMALS, 1 - math.floor(math.log10(statistics.median(errors)))))
+    def _decimals(self) -> list[int]:
+        """Of each column: its own, else two digits of its median uncertainty, else 1."""
+        found = []
+        for index, column in enumerate(self.columns):
+            errors = [cell.error for cell in self._cells(index) if cell.error]
+            warranted = 1 - math.floor(math.log10(statistics.median(errors))) if errors else 1
+            found.append(max(0, min(MAX_DECIMALS, warranted)) if column.decimals is None else column.decimals)
+        return found
 
-    def _parts(self, cell: Cell, index: int) -> tuple[str, str]:
-        """(value, uncertainty in units of its last digit or empty), both as digits."""
-        decimals = self._decimals(index)
-        value = f"{cell.value:.{decimals}f}"
-        if cell.error is None:
-            return value, ""
-        return value, str(max(1, math.ceil(round(cell.error * 10**decimals, 6))))
+    def _groups(self) -> list[tuple[str, int]]:
+        return [(group, len(list(same))) for group, same in groupby(self.columns, lambda column: column.group)]
 
-    def _tex_columns(self) -> str:
+    def _tex_columns(self, decimals: list[int]) -> str:
+        longest = [max((len(cell.text) for cell in self._cells(i)), default=0) for i in range(len(self.columns))]
         specs = []
         for index, column in enumerate(self.columns):
-            parts = [self._parts(cell, index) for cell in self._numbers(index)]
+            parts = [cell.digits(decimals[index]) for cell in self._cells(index) if cell.value is not None]
             if column.kind == "text" or not parts:
-                specs.append(r"p{9cm}" if self.wrap and index == self._longest() else "l")
+                specs.append(r"p{9cm}" if self.wrap and index == longest.index(max(longest)) else "l")
                 continue
             width = max(len(value.partition(".")[0]) for value, _ in parts)
             digits = max(len(error) for _, error in parts)
-            spread = f"({digits})" if digits else ""
-            specs.append(f"S[table-format={width}.{self._decimals(index)}{spread}]")
+            specs.append(f"S[table-format={width}.{decimals[index]}{f'({digits})' if digits else ''}]")
         return "".join(specs)
-
-    def _longest(self) -> int:
-        rows = [row for row in self.rows if not isinstance(row, str)]
-        return max(range(len(self.columns)), key=lambda i: max((len(r[i].text) for r in rows), default=0))
-
-    def _groups(self) -> list[tuple[str, int]]:
-        runs: list[tuple[str, int]] = []
-        for column in self.columns:
-            if runs and runs[-1][0] == column.group:
-                runs[-1] = (column.group, runs[-1][1] + 1)
-            else:
-                runs.append((column.group, 1))
-        return runs
 
     def _tex_heads(self) -> Iterable[str]:
         if any(column.group for column in self.columns):
-            spans = [rf"\multicolumn{{{n}}}{{c}}{{{escape_tex(group)}}}" for group, n in self._groups()]
-            yield " & ".join(spans) + r" \\"
+            yield " & ".join(rf"\multicolumn{{{n}}}{{c}}{{{escape_tex(g)}}}" for g, n in self._groups()) + r" \\"
             at = 1
             for group, n in self._groups():
                 if group:
                     yield rf"\cmidrule(lr){{{at}-{at + n - 1}}}"
                 at += n
-        yield " & ".join(f"{{{escape_tex(c.head)}}}" for c in self.columns) + r" \\"
-        if any(column.unit for column in self.columns):
-            yield " & ".join(f"{{{escape_tex(c.unit)}}}" for c in self.columns) + r" \\"
+        for texts in ([c.head for c in self.columns], [c.unit for c in self.columns]):
+            if any(texts):
+                yield " & ".join(f"{{{escape_tex(text)}}}" for text in texts) + r" \\"
 
-    def _tex_row(self, row: str | tuple[Cell, ...]) -> str:
+    def _tex_row(self, row: str | tuple[Cell, ...], decimals: list[int]) -> str:
         if isinstance(row, str):
-            span = rf"\multicolumn{{{len(self.columns)}}}{{@{{}}l}}{{\textit{{{escape_tex(row)}}}}}"
-            return rf"\addlinespace[2pt]{span} \\"
-        return " & ".join(self._tex_cell(cell, i) for i, cell in enumerate(row)) + r" \\"
+            heading = rf"\multicolumn{{{len(self.columns)}}}{{@{{}}l}}{{\textit{{{escape_tex(row)}}}}}"
+            return rf"\addlinespace[2pt]{heading} \\"
+        texts = []
+        for cell, column, places in zip(row, self.columns, decimals, strict=True):
+            if cell.value is None:
+                # Braces keep a word in an S column from being read as a number.
+                text = escape_tex(cell.text or "—")
+                texts.append(text if column.kind == "text" else f"{{{text}}}")
+            else:
+                value, error = cell.digits(places)
+                texts.append((r"\bfseries " if cell.bold else "") + value + (f"({error})" if error else ""))
+        return " & ".join(texts) + r" \\"
 
-    def _tex_cell(self, cell: Cell, index: int) -> str:
-        if cell.value is None:
-            # Braces keep a word in an S column from being read as a number.
-            text = escape_tex(cell.text or "—")
-            return text if self.columns[index].kind == "text" else f"{{{text}}}"
-        value, error = self._parts(cell, index)
-        return (r"\bfseries " if cell.bold else "") + value + (f"({error})" if error else "")
-
-    def _html_heads(self) -> Iterable[list[str]]:
+    def _html_heads(self) -> Iterable[str]:
         if any(column.group for column in self.columns):
-            yield [f'<th colspan="{n}" scope="colgroup">{_html(group)}</th>' for group, n in self._groups()]
-        yield [
-            f'<th scope="col" class="{c.kind}">{_html(c.head)}'
-            + (f"<small>{_html(c.unit)}</small>" if c.unit else "")
-            + "</th>"
-            for c in self.columns
-        ]
+            spans = (f'<th colspan="{n}" scope="colgroup">{html.escape(g)}</th>' for g, n in self._groups())
+            yield f"<tr>{''.join(spans)}</tr>"
+        units = (f"<small>{html.escape(c.unit)}</small>" if c.unit else "" for c in self.columns)
+        pairs = zip(self.columns, units, strict=True)
+        heads = (f'<th scope="col" class="{c.kind}">{html.escape(c.head)}{unit}</th>' for c, unit in pairs)
+        yield f"<tr>{''.join(heads)}</tr>"
 
-    def _html_row(self, row: str | tuple[Cell, ...]) -> str:
+    def _html_row(self, row: str | tuple[Cell, ...], decimals: list[int]) -> str:
         if isinstance(row, str):
-            return f'<tr class="group"><th colspan="{len(self.columns)}" scope="rowgroup">{_html(row)}</th></tr>'
-        head, *rest = (self._html_cell(cell, i) for i, cell in enumerate(row))
-        return f'<tr><th scope="row">{head}</th>' + "".join(rest) + "</tr>"
-
-    def _html_cell(self, cell: Cell, index: int) -> str:
-        if cell.value is None:
-            inner = _html(cell.text or "—")
-            kind_class = "text" if self.columns[index].kind == "text" else "number empty"
-        else:
-            value, error = self._parts(cell, index)
-            spread = int(error) / 10 ** self._decimals(index) if error else None
-            inner = value + (f" <small>± {spread:.{self._decimals(index)}f}</small>" if spread else "")
-            inner, kind_class = f"<b>{inner}</b>" if cell.bold else inner, "number"
-        return inner if index == 0 else f'<td class="{kind_class}">{inner}</td>'
+            return f'<tr class="group"><th colspan="{len(self.columns)}" scope="rowgroup">{html.escape(row)}</th></tr>'
+        texts: list[str] = []
+        for cell, column, places in zip(row, self.columns, decimals, strict=True):
+            inner, css = html.escape(cell.text or "—"), "text" if column.kind == "text" else "number empty"
+            if cell.value is not None:
+                inner, error = cell.digits(places)
+                inner += f" <small>± {int(error) / 10**places:.{places}f}</small>" if error else ""
+                inner, css = f"<b>{inner}</b>" if cell.bold else inner, "number"
+            texts.append(f'<td class="{css}">{inner}</td>' if texts else f'<th scope="row">{inner}</th>')
+        return f"<tr>{''.join(texts)}</tr>"
 
 
 def escape_tex(text: str) -> str:
@@ -211,12 +195,3 @@ def redact(text: str, limit: int = 240) -> str:
     text = re.sub(r"\b[a-z][a-z0-9+.-]*://\S+", "(address)", text)
     text = re.sub(r"(?<![\w.])~?(?:/[\w.@+-]+)+/([\w.@+-]+)", r"\1", text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def build_document(fragment: str) -> str:
-    """A whole LaTeX document around one fragment: each compiles alone."""
-    return f"\\documentclass{{article}}\n{PREAMBLE}\\begin{{document}}\n{fragment}\\end{{document}}\n"
-
-
-def _html(text: str) -> str:
-    return html.escape(text)

@@ -87,3 +87,5 @@ def test_random_weights_and_several_workloads_are_in_the_titles(tmp_path: Path) 
     assert titles == {"TP 1, 1 at once\nrandom weights", "TP 1, 2 at once\nrandom weights"}
     histogram = next(p for p in figures._PLANS if p.name == "histogram")
     assert {r["concurrency"] for r in histogram.rows(rows)} == {1}
+    # By budget, also where the smaller one's first run failed.
+    assert [r["run"] for r in histogram.rows(reversed(rows))] == ["tp1-linear", "tp1-b16"]

@@ -243,8 +243,8 @@ def test_a_campaign_of_failures_alone_has_tables_too(tmp_path: Path, cut: bool) 
     if cut:
         (path / "tp1-auto" / "record.json").write_text("{")
     results, scaling, made = build(path)
-    label, word = ("tp1-auto", "unreadable") if cut else ("autoregressive", "failed")
-    assert {cell.text for cell in row_of(made["main"], f"{label} (tp1-auto)")[1:6]} == {word}
+    label, word = ("tp1-auto", "unreadable") if cut else ("autoregressive (tp1-auto)", "failed")
+    assert {cell.text for cell in row_of(made["main"], label)[1:6]} == {word}
     assert made["main"].notes[0] == "No cell was measured."
     macros = headline.build_macros(results, scaling, frames.build_provenance(frames.load_campaigns([path])))
     assert (macros["ConditionsFailed"], macros["BestMethod"]) == ("1", "none")
