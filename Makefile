@@ -29,7 +29,7 @@ demo: $(VENV)/demo.done  ## the laptop campaign on the embedded engine, then its
 	$(RUN) report laptop
 
 test: $(VENV)/dev.done  ## the tests that need neither a GPU nor SGLang nor LaTeX
-	$(BIN)/python -m pytest -q --cov=benchlib --cov-report=term:skip-covered --cov-fail-under=90
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --cov=benchlib --cov-report=term:skip-covered --cov-fail-under=90
 
 check: $(VENV)/dev.done  ## format, lint and types
 	$(BIN)/ruff format --check benchlib tests
