@@ -184,7 +184,10 @@ def _draw(plan: _Plan, rows: Sequence[Row], width: float) -> Any:
         figure.text(0.5, 0.5, "No data in these records", ha="center", va="center", color=_AUTO)
     elif plan.legend:
         labels = {row["label"]: _style(row) for row in sorted(rows, key=_method_order)}
-        handles = [Line2D([], [], color=c, marker=m, ls="", ms=5, label=label) for label, (c, m, _) in labels.items()]
+        handles = [
+            Line2D([], [], color=c, marker=m, ls="", ms=5, mec=_INK, mew=0.4, label=label)
+            for label, (c, m, _) in labels.items()
+        ]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(3 if narrow else 6, len(handles)))
     return figure
 
@@ -263,7 +266,7 @@ def _draw_by_verify(key: str, bottom: float) -> Callable[[Axes, Sequence[Row]], 
                 axis.axhline(row[key], color=colour, linestyle="--", linewidth=1)
             elif row["verify_tokens"]:
                 size = 9 if row["method"] == "linear" else 6  # seen behind b15, which verifies as many tokens
-                axis.plot(row["verify_tokens"], row[key], color=colour, marker=marker, ms=size, mec="white")
+                axis.plot(row["verify_tokens"], row[key], color=colour, marker=marker, ms=size, mec=_INK, mew=0.4)
         axis.set_xscale("log", base=2)
         ticks = sorted({r["verify_tokens"] for r in points})
         # Ticks closer than a fifth of a doubling would print over one another: the larger one goes.
