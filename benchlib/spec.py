@@ -230,11 +230,14 @@ def _checked(model: type[M], data: dict[str, Any], where: str) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        lines = [
-            f"  {'.'.join(map(str, e['loc'])) or model.__name__}: {e['msg']} (got {e['input']!r:.80})"
-            for e in error.errors()
-        ]
+        lines = [_problem(e["loc"], e["msg"].removeprefix("Value error, "), e["input"]) for e in error.errors()]
         allowed = ", ".join(sorted(model.model_fields))
         raise SpecError(
             f"{where} has {len(lines)} problem(s):\n" + "\n".join(lines) + f"\nallowed keys: {allowed}"
         ) from None
+
+
+def _problem(place: tuple[int | str, ...], message: str, value: object) -> str:
+    """One line: where, what, and the value seen, unless that is a whole table."""
+    seen = "" if isinstance(value, dict | BaseModel) else f" (got {value!r:.80})"
+    return f"  {'.'.join(map(str, place))}{': ' if place else ''}{message}{seen}"
