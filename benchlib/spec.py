@@ -110,6 +110,13 @@ class RunSpec(Conditions, EngineSettings):
             problems.append('method "ddtree" needs tree_budget (1 to 1024)')
         if self.method != "ddtree" and self.tree_budget is not None:
             problems.append(f'tree_budget={self.tree_budget} means nothing for method "{self.method}": leave it out')
+        # Refused rather than ignored: a field that changes nothing would still name a condition.
+        if self.nccl_profile != "none":
+            problems.append(
+                f'nccl_profile "{self.nccl_profile}" is unknown: "none" alone is; set variables in server_env'
+            )
+        if self.numa_policy != "pack":
+            problems.append(f'numa_policy "{self.numa_policy}" needs placement, which is not there yet: use "pack"')
         if max(self.workload.concurrency) > self.max_running_requests:
             problems.append(
                 f"concurrency {max(self.workload.concurrency)} exceeds max_running_requests={self.max_running_requests}"

@@ -129,3 +129,10 @@ def test_the_laptop_sweep() -> None:
     stock = load_sweep(path, engine="sglang").runs()[0]
     assert (Path(stock.model_path) / "config.json").is_file()
     assert (Path(stock.server_env["PYTHONPATH"]) / "sgl_kernel").is_dir()
+
+
+@pytest.mark.parametrize("field", [{"nccl_profile": "production"}, {"numa_policy": "spread"}])
+def test_what_would_change_nothing_is_refused(field: dict[str, str]) -> None:
+    """A run under another name, measured just the same, would read as an A/B."""
+    with pytest.raises(SpecError, match=next(iter(field))):
+        RunSpec.from_parameters(dict(field))
