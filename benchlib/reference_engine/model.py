@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +163,10 @@ class Tree:
     ancestors: Tensor
     conv: Tensor
     is_chain: bool = False
-    strict: Tensor | None = None
+    strict: Tensor = field(init=False)  # proper ancestors alone
 
     def __post_init__(self) -> None:
-        if self.strict is None:
-            self.strict = self.ancestors - torch.eye(self.ancestors.shape[-1], device=self.ancestors.device)
+        self.strict = self.ancestors - torch.eye(self.ancestors.shape[-1], device=self.ancestors.device)
 
 
 _CHAINS: dict[tuple[int, int, int, torch.device], Tree] = {}
@@ -599,7 +598,7 @@ class _Gdn:
         grown = path.exp().unsqueeze(-1)
         # masked before exp: a cousin's decay may be larger than one's own, and e^(G_i - G_j) would overflow
         decay = ((path.unsqueeze(-1) - path.unsqueeze(-2)) * tree.ancestors[:, None, None]).exp()
-        lower = inner[:, :, None, count:] * decay * beta.unsqueeze(-1) * tree.strict[:, None, None]  # type: ignore[index]
+        lower = inner[:, :, None, count:] * decay * beta.unsqueeze(-1) * tree.strict[:, None, None]
         right = beta.unsqueeze(-1) * (v - grown * read[:, :, :, count:])
         solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
         inside = inner[:, :, None, :count] * decay * tree.ancestors[:, None, None]
