@@ -28,10 +28,7 @@ from benchlib.record import RunRecord, load_record, load_requests, run_folder, r
 from benchlib.server import Server, Starting, attach_server
 from benchlib.spec import RunSpec, Sweep
 
-__all__ = [
-    "NOTEBOOK", "Outcome", "Planned", "RunState", "execute_notebook", "plan_sweep", "run_sweep", "select_runs",
-    "signals_raise",
-]  # fmt: skip
+__all__ = ["NOTEBOOK", "Outcome", "Planned", "RunState", "plan_sweep", "run_sweep", "select_runs", "signals_raise"]
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "02_measure.ipynb"
 RunState = Literal["new", "finished", "failed", "stale", "partial"]
