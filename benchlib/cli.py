@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 a run failed or could not be made, 2 usage, 3 a gate failed.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 import tomllib
@@ -16,11 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchlib import cli_machine
+from benchlib.cli_machine import BusyOption, JsonOption, named_busy
 from benchlib.errors import BenchlibError, SpecError
 
 if TYPE_CHECKING:
     from benchlib.spec import RunSpec, Sweep
-    from benchlib.sweep import Outcome
+    from benchlib.sweep import Outcome, Planned
 
 __all__ = ["app", "main"]
 
@@ -32,7 +35,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(cli_machine.app)
+
 INTERRUPTED = 130
+PLAN_COLUMNS = (
+    "run", "state", "engine", "gpus", "cross_numa", "worst_link", "nccl_profile", "estimate_s", "note",
+)  # fmt: skip
 RESULTS = Path("results")
 # Those of a summary that fit a terminal; --json has them all.
 SUMMARY_COLUMNS = (
@@ -45,7 +53,6 @@ SweepFile = Annotated[Path, typer.Argument(help="a sweep file, as in notebooks/s
 SetOption = Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)]
 OnlyOption = Annotated[list[str] | None, typer.Option("--only", help=ONLY_HELP)]
 ResultsOption = Annotated[Path, typer.Option("--results", help="folder of the campaigns")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
 def main() -> None:
@@ -63,21 +70,56 @@ def plan(
     settings: SetOption = None,
     only: OnlyOption = None,
     results: ResultsOption = RESULTS,
+    topology: Annotated[
+        Path | None, typer.Option(help="plan for another machine: its saved nvidia-smi topo -m")
+    ] = None,
+    busy: BusyOption = "",
+    commands: Annotated[bool, typer.Option("--commands", help="show each server's command line, too")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every run of a sweep in measuring order, its state, and for about how long it would run. Starts nothing."""
+    """Show every run of a sweep in measuring order, its state, GPUs, and for about how long. Starts nothing."""
     from benchlib.sweep import plan_sweep, select_runs
+    from benchlib.topology import load_topology
 
-    planned = plan_sweep(select_runs(_load(sweep, settings), only or ()), results)
-    fields = ("engine", "tp_size", "method", "tree_budget", "start", "hash")
-    rows = [
-        {"run": p.spec.run_name, "state": p.state, **{name: getattr(p.spec, name) for name in fields}}
-        | {"estimate_s": p.estimate_s}
-        for p in planned
-    ]
+    loaded = _load(sweep, settings)
+    machine = load_topology(topology) if topology else None
+    assumed = loaded.assumed
+    runs = select_runs(loaded, only or ())
+    planned = plan_sweep(runs, results, topology=machine, busy=named_busy(busy), assumed=assumed)
+    rows = [_plan_row(p) for p in planned]
     estimates = [p.estimate_s for p in planned if p.estimate_s is not None]
-    total = f" in about {sum(estimates):.0f} s by earlier records" if len(estimates) == len(planned) else ""
-    _show(rows, as_json, f"{len(rows)} runs, {sum(p.state != 'finished' for p in planned)} to do{total}")
+    total = f", about {format_duration(sum(estimates))}" if len(estimates) == len(planned) else ""
+    title = f"{len(rows)} runs, {sum(p.state != 'finished' for p in planned)} to do{total}"
+    _show(rows, as_json, title, PLAN_COLUMNS)
+    if as_json:
+        return
+    if total and assumed and not any(p.state == "finished" for p in planned):
+        typer.echo(
+            f"Times are reckoned from the sweep's `assumed`: {assumed.decode_tok_s:g} tok/s, nobody's measurement."
+        )
+    for problem in dict.fromkeys(p.problem for p in planned if p.problem):
+        typer.echo(f"cannot start {', '.join(p.spec.run_name for p in planned if p.problem == problem)}: {problem}")
+    for row in rows if commands else ():
+        typer.echo(f"\n# {row['run']}\n{row['command']}")
+
+
+def _plan_row(planned: Planned) -> dict[str, Any]:
+    spec, placement, launch = planned.spec, planned.placement, planned.launch
+    fields = ("engine", "tp_size", "method", "tree_budget", "nccl_profile", "numa_policy", "variant", "start", "hash")
+    return {
+        "run": spec.run_name,
+        "state": planned.state,
+        **{name: getattr(spec, name) for name in fields},
+        "gpus": placement and placement.label,
+        "cross_numa": placement and placement.cross_numa,
+        "worst_link": placement and placement.worst_link,
+        "note": "; ".join([*planned.notes, *(["cannot start"] if planned.problem else [])]) or None,
+        "estimate_s": planned.estimate_s,
+        "problem": planned.problem,
+        "env": launch and launch.env,
+        "argv": launch and list(launch.argv),
+        "command": launch and shlex.join([f"{k}={v}" for k, v in launch.env.items()] + list(launch.argv)),
+    }
 
 
 @app.command()
@@ -220,6 +262,13 @@ def _show(rows: list[dict[str, Any]], as_json: bool, title: str, columns: Sequen
     for row in rows:
         table.add_row(*(_cell(row[key]) for key in shown))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def format_duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3.4 h`."""
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
 def _cell(value: object) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import math
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,8 +93,13 @@ class _Stream(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def generate_round(url: str, bodies: Sequence[dict[str, Any]], *, timeout_s: float) -> list[Exchange]:
-    """Send every body to `/generate` at once, all connections being open before the first is written."""
+async def generate_round(
+    url: str, bodies: Sequence[dict[str, Any]], *, timeout_s: float, stall_s: float = math.inf
+) -> list[Exchange]:
+    """Send every body to `/generate` at once, all connections being open before the first is written.
+
+    A request is given up `timeout_s` after it was sent, or when no byte arrived for `stall_s`.
+    """
     host, port, path = _split_url(url)
     opened = await asyncio.gather(*(_open(host, port) for _ in bodies))
     messages = [_message(host, port, f"{path}/generate", body) for body in bodies]
@@ -101,7 +107,7 @@ async def generate_round(url: str, bodies: Sequence[dict[str, Any]], *, timeout_
         stream.exchange.sent = time.perf_counter()
         if stream.transport is not None:
             stream.transport.write(message)
-    await asyncio.gather(*(_ended(stream, timeout_s) for stream in opened))
+    await asyncio.gather(*(_ended(stream, timeout_s, stall_s) for stream in opened))
     return [stream.exchange for stream in opened]
 
 
@@ -115,12 +121,19 @@ async def _open(host: str, port: int) -> _Stream:
     return stream
 
 
-async def _ended(stream: _Stream, timeout_s: float) -> None:
+async def _ended(stream: _Stream, timeout_s: float, stall_s: float) -> None:
+    """Wait for the end of a stream; give it up when it takes too long or nothing arrives for too long."""
+    pieces = stream.exchange.pieces
     try:
-        async with asyncio.timeout(timeout_s):
-            await stream.done
-    except TimeoutError:
-        stream.exchange.failure = f"no end after {timeout_s:g} s"
+        while not stream.done.done():
+            heard = pieces[-1][0] if pieces else stream.exchange.sent
+            end, stall = stream.exchange.sent + timeout_s, heard + stall_s
+            if (left := min(end, stall) - time.perf_counter()) > 0:
+                await asyncio.wait([stream.done], timeout=left)
+            else:
+                stream.finish(
+                    f"no end after {timeout_s:g} s" if end <= stall else f"no byte for {stall_s:g} s: it hangs"
+                )
     finally:
         if stream.transport is not None:
             stream.transport.abort()

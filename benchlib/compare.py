@@ -22,11 +22,11 @@ from scipy import special
 
 from benchlib import frames
 from benchlib.errors import ComparisonError
-from benchlib.frames import ALL, CELL_FIELDS, CONDITION_FIELDS, METHOD_FIELDS, Campaign, LoadedRun, rows_of
+from benchlib.frames import ALL, CELL_FIELDS, CONDITION_FIELDS, METHOD_FIELDS, Campaign, LoadedRun, grouped, rows_of
 
 __all__ = [
-    *("BASELINE", "MATCHED_FIELDS", "ONE_START", "SUMMARY_KEYS", "Comparison", "build_results", "build_scaling"),
-    *("build_summary", "compare", "log_interval", "log_ratio"),
+    *("AB_AXES", "BASELINE", "MATCHED_FIELDS", "ONE_START", "SUMMARY_KEYS", "Comparison", "build_ab"),
+    *("build_results", "build_scaling", "build_summary", "compare", "log_interval", "log_ratio"),
 ]
 
 CONFIDENCE = 0.95
@@ -38,8 +38,15 @@ BASELINE = "baseline"
 
 # Must be equal on both sides of every comparison, less the fields of the one axis that a study varies.
 MATCHED_FIELDS = (*CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")
+# What an A/B study varies: its field, what else that changes by itself, and the side that others are held against.
+AB_AXES = {
+    "nccl_profile": ((), "none"),
+    "numa_policy": ((), "pack"),
+    "variant": (("server_args", "server_env", "serving"), ""),
+}
 SUMMARY_KEYS = (
     *("run", "status", "engine", "weights", "tp_size", "method", "tree_budget", "verify_tokens"),
+    *("nccl_profile", "numa_policy", "variant"),
     *("prompt", "max_new_tokens", "concurrency", "n_starts", "n_requests"),
     *("decode_tok_s", "decode_tok_s_low", "decode_tok_s_high", "output_throughput_tok_s"),
     *("ttft_s", "tpot_s", "accept_length", "full_block_share", "step_ms"),
@@ -118,7 +125,7 @@ def build_results(campaigns: Iterable[Campaign]) -> pd.DataFrame:
     cells = rows_of(frames.build_cells(rounds)) if len(rounds) else []
     rows: list[dict[str, Any]] = [{**cell, "status": "ok", **_figures(cell, cells)} for cell in cells]
     for campaign in loaded:
-        rows += [row for run in campaign.runs if not run.ok for row in _failed(run)]
+        rows += [row for run in campaign.runs for row in (_capped(run) if run.ok else _failed(run))]
         shared = {"campaign": campaign.name, "status": "failed", "tpot_starts": (), "note": "unreadable"}
         rows += [
             {**shared, "run": name, "label": name, "prompt": ALL, "error": error}
@@ -153,6 +160,35 @@ def build_scaling(results: pd.DataFrame) -> pd.DataFrame:
             row |= {"scaling": None, "efficiency": None, "scaling_note": ONE_ROUND}
         rows.append(row)
     return pd.DataFrame(rows).convert_dtypes()
+
+
+def build_ab(results: pd.DataFrame) -> pd.DataFrame:
+    """One row for each condition that differs from another in one field of AB_AXES alone: `axis`, `a`, `b`.
+
+    `difference` is the decode rate of `b` over that of `a`, less 1, with `difference_low`, `difference_high` and
+    `difference_note`. `a` is the axis's own default where that was measured, else the first in the table. Speeds of
+    random weights may be compared so: both sides decode one token a step of the same shapes, or the same forced length.
+    """
+    cells = [r for r in rows_of(results) if r["status"] == "ok" and r["tpot_starts"]]
+    rows = []
+    for axis, (others, default) in AB_AXES.items():
+        vary = (axis, *others)
+        for group in grouped(cells, [f for f in MATCHED_FIELDS if f not in vary]):
+            first, *rest = sorted(group, key=lambda r: r[axis] != default)
+            for cell in rest:
+                row = {**cell, "axis": axis, "a": first[axis], "b": cell[axis], "rate_a": first["decode_tok_s"]}
+                row["all_reduce"] = " / ".join(dict.fromkeys(c["all_reduce"] or "not known" for c in (first, cell)))
+                rows.append(row | _difference(first, cell, vary))
+    return pd.DataFrame(rows).convert_dtypes()
+
+
+def _difference(a: Row, b: Row, vary: Iterable[str]) -> dict[str, Any]:
+    try:
+        found = compare(a, b, vary=vary)
+    except ComparisonError:
+        return {"difference": None, "difference_note": ONE_ROUND}
+    ends = {"difference": found.ratio, "difference_low": found.low, "difference_high": found.high}
+    return {**{key: value - 1 for key, value in ends.items()}, "difference_note": found.verdict}
 
 
 def build_summary(path: Path) -> list[dict[str, Any]]:
@@ -235,9 +271,9 @@ _HINDRANCES: dict[str, Callable[[Row, Sequence[Row]], bool]] = {
 def _failed(run: LoadedRun) -> list[dict[str, Any]]:
     spec, work = run.record.spec, run.record.spec.workload
     shared = {
-        **spec.model_dump(include={"engine", "weights", "tp_size", "method", "tree_budget", "block_size"}),
+        **spec.model_dump(include={"engine", "weights", "tp_size", "method", "tree_budget", "block_size", *AB_AXES}),
         **{"campaign": run.campaign, "run": run.name, "status": "failed", "tpot_starts": ()},
-        "label": frames.method_label(spec.method, spec.tree_budget),
+        "label": frames.condition_label(spec),
         **{"n_starts": 0, "n_requests": 0, "error": run.reason, "note": "failed"},
     }
     return [
@@ -246,6 +282,14 @@ def _failed(run: LoadedRun) -> list[dict[str, Any]]:
         for tokens in work.max_new_tokens
         for streams in work.concurrency
     ]
+
+
+def _capped(run: LoadedRun) -> list[dict[str, Any]]:
+    """Rows of the cells that the server had no room for, so that they are not missing in silence."""
+    left = [cell for cell in run.record.cells if not cell.rounds]
+    places = {(c.max_new_tokens, c.concurrency): c.warnings[0] for c in left if c.warnings}
+    rows = [row for row in _failed(run) if (row["max_new_tokens"], row["concurrency"]) in places]
+    return [{**r, "error": places[r["max_new_tokens"], r["concurrency"]], "note": "capped"} for r in rows]
 
 
 def _order(row: Row) -> tuple[Any, ...]:

@@ -8,14 +8,19 @@ is never dropped: without it the run is unavailable.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchlib.errors import ServerError, SpecError, UnavailableError
+from benchlib.nccl import load_profiles
+from benchlib.placement import Placement, placement_env
 from benchlib.spec import Engine, RunSpec
 
 __all__ = [
@@ -24,6 +29,8 @@ __all__ = [
     "build_launch",
     "check_server_info",
     "engine_version",
+    "nccl_variables",
+    "needs_gpus",
     "server_python",
     "verify_tokens",
 ]
@@ -36,13 +43,20 @@ REFERENCE_FLAGS = frozenset([
     "--enable-metrics", "--disable-radix-cache", "--speculative-algorithm", "--speculative-draft-model-path",
     "--speculative-num-draft-tokens", "--speculative-ddtree-budget",
 ])  # fmt: skip
+# What a plan made without an SGLang takes for granted: stock 0.5.23's, and the DDTREE that some builds add.
+SGLANG_FLAGS = REFERENCE_FLAGS - {"--threads"} | {
+    *("--disable-flashinfer-autotune", "--min-free-slots-delay", "--page-size", "--mamba-ssm-dtype"),
+    "--cuda-graph-bs-decode",
+}
 # Conditions that would otherwise differ between methods or leak from one request into the next.
-MATCHED_FLAGS = {
+MATCHED_FLAGS: dict[str, tuple[str, ...]] = {
     "--enable-metrics": (),
     "--disable-radix-cache": (),
     "--disable-flashinfer-autotune": (),
     "--min-free-slots-delay": ("1",),
 }
+# The same of GPUs alone. The attention backend depends on the GPU: what the server resolved must be equal instead.
+MATCHED_GPU_FLAGS = {"--page-size": ("1",), "--mamba-ssm-dtype": ("float32",)}
 PYTHON_VARIABLE = "BENCHLIB_SGLANG_PYTHON"
 PROBE_TIMEOUT_S = 180.0
 
@@ -61,16 +75,42 @@ def server_python(spec: RunSpec) -> str:
     return spec.server_python or named or sys.executable
 
 
-def build_launch(spec: RunSpec, *, host: str, port: int) -> Launch:
-    """The command that starts the server of `spec`. UnavailableError when the engine cannot do what it asks for."""
-    python = server_python(spec)
-    known = _known_flags(spec.engine, python)
-    version = engine_version(spec.engine, python)
-    engine = f"{spec.engine} {version}" if version else spec.engine
+def needs_gpus(spec: RunSpec) -> int:
+    """GPUs of this host that the run's server takes: 0 for the embedded engine, a CPU or an attached server.
+
+    Ranks of a server that spans hosts (`--nnodes`, `--pp-size` among its flags) are divided over them.
+    """
+    if spec.engine == "reference" or spec.attach or _flag(spec, "--device") == "cpu":
+        return 0
+    stages, nodes = (int(_flag(spec, name) or 1) for name in ("--pp-size", "--nnodes"))
+    return max(1, spec.tp_size * stages // nodes)
+
+
+def _flag(spec: RunSpec, name: str) -> str | None:
+    """Value of a flag among the user's own, written `--name value` or `--name=value`; the last one holds."""
+    words = [word for argument in spec.server_args for word in argument.split("=", 1)]
+    found = [value for flag, value in itertools.pairwise(words) if flag == name]
+    return found[-1] if found else None
+
+
+def build_launch(
+    spec: RunSpec, *, host: str, port: int, placement: Placement | None = None, probe: bool = True
+) -> Launch:
+    """The command that starts the server of `spec`. UnavailableError when the engine cannot do what it asks for.
+
+    Without `probe` the engine is not asked what it knows, and every flag is taken for granted: for planning elsewhere.
+    """
+    python, engine = server_python(spec), str(spec.engine)
+    if not probe and spec.engine == "sglang":
+        known = SGLANG_FLAGS
+    else:
+        known = _known_flags(spec.engine, python, _items(spec.server_env))
+        version = engine_version(spec.engine, python, _items(spec.server_env))
+        engine += f" {version}" if version else ""
     _check_available(spec, known, engine)
     given = {argument.partition("=")[0] for argument in spec.server_args}
     argv = [python, "-m", MODULES[spec.engine]]
-    for flag, values in MATCHED_FLAGS.items():
+    for flag, values in _matched_flags(spec).items():
         if flag in known - given:
             argv += [flag, *values]
     for flag, value in _needed_flags(spec, host, port).items():
@@ -78,7 +118,29 @@ def build_launch(spec: RunSpec, *, host: str, port: int) -> Launch:
             raise UnavailableError(f"{engine} has no {flag}, which {spec.run_name} needs")
         if flag not in given:
             argv += [flag, str(value)]
-    return Launch((*argv, *spec.server_args), dict(spec.server_env))
+    return Launch((*argv, *spec.server_args), _environment(spec, placement))
+
+
+def nccl_variables(spec: RunSpec) -> dict[str, str]:
+    """Those of the run's NCCL profile."""
+    return dict(load_profiles(Path(spec.nccl_file) if spec.nccl_file else None)[spec.nccl_profile].variables)
+
+
+def _environment(spec: RunSpec, placement: Placement | None) -> dict[str, str]:
+    """Variables beyond the inherited ones; what the spec itself gives holds over what is derived."""
+    own = placement_env(placement) if placement else {}
+    if needs_gpus(spec) and spec.tp_size > 1:
+        # INFO costs nothing once the communicators stand, and only the log says what NCCL did with its variables.
+        own |= {"NCCL_DEBUG": "INFO", **nccl_variables(spec)}
+    return own | spec.server_env
+
+
+def _matched_flags(spec: RunSpec) -> dict[str, tuple[str, ...]]:
+    if not needs_gpus(spec):
+        return MATCHED_FLAGS
+    # Speculative and plain servers capture other batch sizes by default.
+    sizes = sorted({2**n for n in range(spec.max_running_requests.bit_length())} | {spec.max_running_requests})
+    return {**MATCHED_FLAGS, **MATCHED_GPU_FLAGS, "--cuda-graph-bs-decode": tuple(map(str, sizes))}
 
 
 def _needed_flags(spec: RunSpec, host: str, port: int) -> dict[str, str | int]:
@@ -105,7 +167,7 @@ def _check_available(spec: RunSpec, known: frozenset[str], engine: str) -> None:
         )
     if spec.engine != "sglang" or spec.method == "auto":
         return
-    if re.search(r"--device[ =]cpu\b", " ".join(spec.server_args)):
+    if _flag(spec, "--device") == "cpu":
         raise UnavailableError(
             f"method {spec.method} is unavailable in {engine} on device cpu: it refuses speculation there. "
             "Run it on a GPU, or use engine reference"
@@ -114,27 +176,37 @@ def _check_available(spec: RunSpec, known: frozenset[str], engine: str) -> None:
         raise SpecError(f"method {spec.method} on sglang needs draft_model_path in [engines.sglang]")
 
 
+Variables = tuple[tuple[str, str], ...]
+
+
+def _items(env: Mapping[str, str]) -> Variables:
+    return tuple(sorted(env.items()))
+
+
 @functools.cache
-def engine_version(engine: Engine, python: str) -> str | None:
-    """Version of the engine that `python` would start; None where it has none. Asked once a process."""
+def engine_version(engine: Engine, python: str, env: Variables = ()) -> str | None:
+    """Version of the engine that `python` would start; None where it has none. Asked once a process.
+
+    `env`: the variables that its server gets, since they may say where it lies (PYTHONPATH).
+    """
     package = "benchlib" if engine == "reference" else engine
     code = f"from importlib.metadata import version; print(version({package!r}))"
     try:
-        result = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+        result = _ask([python, "-c", code], env, timeout_s=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
 
 
 @functools.cache
-def _known_flags(engine: Engine, python: str) -> frozenset[str]:
+def _known_flags(engine: Engine, python: str, env: Variables) -> frozenset[str]:
     """Flags of the installed engine: declared for the embedded one, read from `--help` for SGLang (seconds)."""
     if engine == "reference":
         return REFERENCE_FLAGS
     command = [python, "-m", MODULES[engine], "--help"]
     advice = f"Install sglang there, or set server_python or {PYTHON_VARIABLE} to an interpreter that has it"
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+        result = _ask(command, env, timeout_s=PROBE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"cannot ask {python} for SGLang's flags: {error}. {advice}") from error
     flags = frozenset(re.findall(r"--[a-z0-9][a-z0-9-]+", result.stdout))
@@ -142,6 +214,11 @@ def _known_flags(engine: Engine, python: str) -> frozenset[str]:
         last = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise UnavailableError(f"engine sglang is unavailable in {python}: {last}. {advice}")
     return flags
+
+
+def _ask(command: list[str], env: Variables, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, **dict(env)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=variables)
 
 
 def verify_tokens(info: dict[str, Any]) -> int | None:

@@ -17,8 +17,9 @@ from typing import Any
 
 import psutil
 
-from benchlib.engines import engine_version, server_python
-from benchlib.spec import RunSpec
+from benchlib.engines import engine_version, nccl_variables, server_python
+from benchlib.spec import RunSpec, content_hash
+from benchlib.tuning import read_tuning, tuning_facts
 
 __all__ = ["collect_environment", "list_gpus", "read_git"]
 
@@ -33,7 +34,7 @@ ENGINE_FILES = (".py", ".safetensors", ".json")
 def collect_environment(spec: RunSpec) -> dict[str, Any]:
     """Provenance of a run about to start; `identity` is what resuming compares. Unknown values are None."""
     versions = {name: _version(name) for name in PACKAGES}
-    engine = engine_version(spec.engine, server_python(spec))
+    engine = engine_version(spec.engine, server_python(spec), tuple(sorted(spec.server_env.items())))
     gpus = list_gpus()
     cpu = _line("/proc/cpuinfo", "model name") or platform.processor() or None
     return {
@@ -48,6 +49,7 @@ def collect_environment(spec: RunSpec) -> dict[str, Any]:
         "boot_id": _line("/proc/sys/kernel/random/boot_id"),
         "load_average_1m": psutil.getloadavg()[0],
         "gpus": gpus,
+        "tuning": tuning_facts(read_tuning()),
         "identity": {
             "packages": {name: versions[name] for name in IDENTITY_PACKAGES},
             "engine_version": engine,
@@ -57,6 +59,8 @@ def collect_environment(spec: RunSpec) -> dict[str, Any]:
                 for name, value in sorted(os.environ.items())
                 if name.startswith(VARIABLE_PREFIXES) and not any(word in name for word in SECRETS)
             },
+            # By content: a profile of the user's own may change under its name.
+            "nccl": content_hash(variables) if (variables := nccl_variables(spec)) else None,
             "gpus": [gpu["uuid"] for gpu in gpus],
             "cpu_model": cpu,
         },

@@ -21,11 +21,13 @@ import pandas as pd
 from benchlib import metrics
 from benchlib.errors import RecordError
 from benchlib.record import RequestRecord, RunRecord, load_record, load_requests
+from benchlib.spec import RunSpec
 
 __all__ = [
     *("ALL", "CELL_FIELDS", "CONDITION_FIELDS", "METHOD_FIELDS", "Campaign", "LoadedRun", "build_cells"),
     *("build_failures", "build_provenance", "build_requests", "build_rounds", "build_warnings", "condition_of"),
-    *("device_label", "find_folder", "grouped", "load_campaign", "load_campaigns", "method_label", "rows_of"),
+    *("condition_label", "device_label", "find_folder", "grouped", "load_campaign", "load_campaigns", "method_label"),
+    *("rows_of",),
 ]
 
 ALL = "all"
@@ -36,11 +38,16 @@ METHOD_FIELDS = ("method", "tree_budget", "block_size", "verify_tokens", "draft_
 # With the fields below they make a condition; runs that differ in one are never pooled.
 CONDITION_FIELDS = (
     *("campaign", "engine", "engine_version", "engine_digest", "packages", "variables", "devices"),
-    *("model", "weights", "simulated", "tp_size", *METHOD_FIELDS, "nccl_profile", "numa_policy"),
+    *("model", "weights", "simulated", "tp_size", *METHOD_FIELDS, "nccl_profile", "numa_policy", "nccl", "serving"),
     *("max_running_requests", "server_args", "server_env", "prompt_set", "temperature", "ignore_eos", "seed"),
 )
 CELL_FIELDS = ("prompt", "max_new_tokens", "concurrency")
-_KEPT = ("run", "label", *CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")
+# What the server resolved by itself: it may differ between methods under equal flags.
+_SERVING = (
+    *("attention_backend", "page_size", "disable_overlap_schedule", "disable_radix_cache", "mamba_ssm_dtype"),
+    *("kv_cache_dtype", "sampling_backend", "cuda_graph_bs_decode", "disable_custom_all_reduce"),
+)
+_KEPT = ("run", "label", "variant", "all_reduce", "gpus", *CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")
 _SUMMED = (
     *("n_requests", "window_s", "completion_tokens", "decode_s", "decode_tokens", "decode_steps"),
     *("verify_ct", "correct_drafts"),
@@ -194,7 +201,11 @@ def condition_of(run: LoadedRun) -> Row:
         "campaign": run.campaign,
         "run": run.name,
         "run_ok": run.ok,
-        "label": method_label(spec.method, spec.tree_budget),
+        "label": condition_label(spec),
+        "variant": spec.variant,
+        "all_reduce": run.record.nccl.decode_all_reduce if run.record.nccl else None,
+        "gpus": placement.label if (placement := server and server.placement) else None,
+        "nccl": identity.get("nccl"),
         "engine_version": (server and server.version) or identity.get("engine_version"),
         "engine_digest": identity.get("engine_digest"),
         "packages": _joined(identity.get("packages")),
@@ -204,6 +215,7 @@ def condition_of(run: LoadedRun) -> Row:
         "draft_model": PurePath(spec.draft_model_path).name or None,
         "simulated": any("SIMULATE_ACC" in f.upper().replace("-", "_") for f in flags),
         "verify_tokens": server.verify_tokens if server else None,
+        "serving": _joined({key: server.info[key] for key in _SERVING if server and key in server.info}),
         "server_args": " ".join(spec.server_args),
         "server_env": _joined(spec.server_env),
         "n_prompts": len(spec.workload.prompts),
@@ -215,8 +227,18 @@ def method_label(method: str, tree_budget: int | None) -> str:
     return {"auto": "autoregressive", "linear": "DFlash linear"}.get(method, f"DDTree b{tree_budget}")
 
 
+def condition_label(spec: RunSpec) -> str:
+    """The method's name with what else sets the condition apart: `DFlash linear, NCCL pcie`, `DDTree b16, spread`."""
+    parts = [method_label(spec.method, spec.tree_budget)]
+    parts += [f"NCCL {spec.nccl_profile}"] * (spec.nccl_profile != "none")
+    parts += [spec.numa_policy] * (spec.numa_policy != "pack") + [spec.variant] * bool(spec.variant)
+    return ", ".join(parts)
+
+
 def device_label(record: RunRecord) -> str:
     """Model names of the devices that the server used, from its record: `NVIDIA H200`, `AMD EPYC (CPU)`."""
+    if record.server and record.server.placement:
+        return ", ".join(sorted({str(name) for name in record.server.placement.names}))
     names = {str(gpu["name"]) for gpu in _gpus(record)}
     cpu = str(record.environment.get("cpu_model") or "")
     if names or not cpu or (record.environment.get("gpus") and not _device(record)):
@@ -245,6 +267,7 @@ def _provenance(run: LoadedRun) -> Row:
         "prompts": f"{spec.workload.prompt_set}: {', '.join(spec.workload.prompts)}",
         "sampling": f"temperature {spec.workload.temperature:g}",
         "device": condition["devices"],
+        "GPUs": f"TP {spec.tp_size}: {condition['gpus']}" if condition["gpus"] else None,
         "driver": next((gpu.get("driver") for gpu in _gpus(run.record)), None),
         "cores": f"{env['cores']}" if env.get("cores") else None,
         "memory": f"{memory / 2**30:.0f} GiB" if memory else None,

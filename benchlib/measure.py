@@ -17,6 +17,7 @@ from typing import Any
 
 from benchlib.client import call, generate_round, run_async
 from benchlib.errors import RequestError
+from benchlib.nccl import NcclLog, parse_nccl_log
 from benchlib.prompts import Prompt, build_prompts
 from benchlib.record import CellRecord, RequestRecord, RunRecord, ServerRecord, run_identity, save_run
 from benchlib.spec import RunSpec
@@ -68,7 +69,9 @@ def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
     work = spec.workload
     vocab_size = _vocab_size(spec, server) if work.prompt_set == "random-ids" else None
     prompts = build_prompts(work.prompt_set, work.prompts, seed=spec.seed, vocab_size=vocab_size)
-    cells = [Cell(*axes) for axes in itertools.product(prompts, work.max_new_tokens, work.concurrency)]
+    asked = [Cell(*axes) for axes in itertools.product(prompts, work.max_new_tokens, work.concurrency)]
+    limit = server.effective_max_running_requests or max(work.concurrency)
+    cells = [cell for cell in asked if cell.concurrency <= limit]
     started_at = datetime.now().astimezone().isoformat(timespec="seconds")
     epoch = time.perf_counter()
     requests: list[RequestRecord] = []
@@ -87,10 +90,10 @@ def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
     return Measurement(
         started_at=started_at,
         duration_s=time.perf_counter() - epoch,
-        cells=tuple(_cell_record(cell, cell.timed(requests)) for cell in cells),
+        cells=tuple(_cell_record(cell, cell.timed(requests), limit) for cell in asked),
         requests=tuple(requests),
         warnings=tuple(dict.fromkeys(warnings)),
-        error=error or _incomplete(cells, requests),
+        error=error or _incomplete(cells, requests, limit),
     )
 
 
@@ -98,20 +101,26 @@ def save_measurement(
     folder: Path, spec: RunSpec, *, environment: dict[str, Any], server: ServerRecord, measurement: Measurement
 ) -> RunRecord:
     """Write the run's record and requests into `folder`; `status` is failed where a cell could not be measured."""
-    warnings = check_run(environment, server, concurrency=max(spec.workload.concurrency))
+    nccl = _read_nccl(folder / server.log) if spec.tp_size > 1 and server.log else None
+    warnings = check_run(spec, environment, server, nccl)
     record = RunRecord(
         status="failed" if measurement.error else "ok",
-        error=measurement.error,
+        error=measurement.error and "; ".join(filter(None, (server.death, measurement.error))),
         spec=spec,
         identity=run_identity(spec, environment),
         started_at=measurement.started_at,
         duration_s=measurement.duration_s,
         environment=environment,
         server=server,
+        nccl=nccl,
         cells=measurement.cells,
         warnings=(*warnings, *measurement.warnings),
     )
     return save_run(folder, record, measurement.requests)
+
+
+def _read_nccl(log: Path) -> NcclLog | None:
+    return parse_nccl_log(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else None
 
 
 def format_requests(measurement: Measurement) -> str:
@@ -145,7 +154,7 @@ def _measure_round(spec: RunSpec, url: str, cell: Cell, epoch: float, **place: A
     asked = min(cell.max_new_tokens, WARMUP_TOKENS) if place["warmup"] else cell.max_new_tokens
     sampling = {"temperature": work.temperature, "max_new_tokens": asked, "ignore_eos": work.ignore_eos}
     bodies = [{**cell.prompt.payload, "stream": True, "sampling_params": sampling}] * cell.concurrency
-    exchanges = run_async(generate_round(url, bodies, timeout_s=spec.request_timeout_s))
+    exchanges = run_async(generate_round(url, bodies, timeout_s=spec.request_timeout_s, stall_s=spec.stall_timeout_s))
     place |= {"prompt": cell.prompt.name, "max_new_tokens": asked, "concurrency": cell.concurrency}
     return [
         request_record(exchange, epoch=epoch, ignore_eos=work.ignore_eos, stream=stream, **place)
@@ -169,18 +178,21 @@ def _flush(url: str) -> list[str]:
     return [format_warning("cache-not-flushed", status=status)]
 
 
-def _cell_record(cell: Cell, timed: Sequence[RequestRecord]) -> CellRecord:
+def _cell_record(cell: Cell, timed: Sequence[RequestRecord], limit: int) -> CellRecord:
+    capped = format_warning("requests-capped", limit=limit, asked=cell.concurrency)
     return CellRecord(
         prompt=cell.prompt.name,
         max_new_tokens=cell.max_new_tokens,
         concurrency=cell.concurrency,
         rounds=len({r.round for r in timed}),
         prompt_sha256=cell.prompt.sha256,
-        warnings=check_cell(timed),
+        warnings=check_cell(timed) if cell.concurrency <= limit else (capped,),
     )
 
 
-def _incomplete(cells: Sequence[Cell], requests: Sequence[RequestRecord]) -> str | None:
+def _incomplete(cells: Sequence[Cell], requests: Sequence[RequestRecord], limit: int) -> str | None:
+    if not cells:
+        return f"nothing could be measured: the server runs {limit} requests at once, every cell asks for more"
     for cell in cells:
         timed = cell.timed(requests)
         if all(r.error for r in timed):

@@ -57,6 +57,7 @@ METRICS: dict[str, Metric] = {
         Metric("budget_efficiency", "%", "Verified tokens kept", "higher", "Kept", 1),
         Metric("speedup", "×", "Speedup over autoregressive", "higher", "Speedup", None),
         Metric("scaling", "×", "Decode rate over the smallest TP's", "higher", "Scaling", None),
+        Metric("difference", "%", "Decode rate over the other condition's, less 1", None, "Difference", 2),
         Metric("efficiency", "%", "Scaling over the ideal", "higher", "Of ideal", 0),
         Metric("verify_tokens", "tokens", "Tokens per verify step", None, "Verify", 0),
     )

@@ -2,6 +2,7 @@
 
 Schema history (`SCHEMA_VERSION`):
 1  first version.
+2  `server` gains placement, binding and devices; `nccl` what NCCL's log told. `placement`, always null, went.
 
 A record is written to a temporary name, fsynced and renamed, `requests.jsonl` before `record.json`, so a folder with a
 `record.json` holds the whole run. Nothing in it is derived: rates, latencies and ratios are computed from the ticks by
@@ -16,9 +17,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from benchlib.errors import RecordError
+from benchlib.nccl import NcclLog
+from benchlib.placement import Placement
 from benchlib.spec import Frozen, RunSpec, content_hash
 
 __all__ = [
@@ -26,7 +29,7 @@ __all__ = [
     "run_folder", "run_identity", "save_run", "write_atomic",
 ]  # fmt: skip
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Tick = tuple[float, int]
 
 
@@ -82,12 +85,18 @@ class ServerRecord(Frozen):
     effective_max_running_requests: int | None = None
     info: dict[str, Any] = Field(default_factory=dict, description="/server_info, less what may hold secrets")
     log: str = Field("", description="the log's path inside the run's folder")
+    placement: Placement | None = Field(None, description="the GPUs it was given; None: it was given none")
+    binding: str = Field("", description="how it was bound to cores and memory, in words")
+    devices: str = Field("", description="how the GPUs in use were found to be the planned ones")
+    custom_all_reduce_expected: bool | None = None
+    death: str | None = Field(None, description="why it ended by itself, from its exit code and log")
+    links_disagree: tuple[str, ...] = Field((), description="where measured links are ordered otherwise than labelled")
 
 
 class RunRecord(Frozen):
     """One run, whole: a finished one or a failed one with its reason."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     status: Literal["ok", "failed"]
     error: str | None = None
     spec: RunSpec
@@ -95,11 +104,18 @@ class RunRecord(Frozen):
     started_at: str = Field(description="wall-clock time, ISO 8601 with zone")
     duration_s: float
     environment: dict[str, Any] = Field(description="provenance, from benchlib.environment")
-    placement: dict[str, Any] | None = None
     server: ServerRecord | None = None
+    nccl: NcclLog | None = Field(None, description="what NCCL did, from the server's log; None: one rank, or no log")
     cells: tuple[CellRecord, ...] = ()
     warnings: tuple[str, ...] = ()
     requests_sha256: str | None = Field(None, description="of requests.jsonl: a truncated one is found out")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_schema_1(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("schema_version") == 1:
+            return {k: v for k, v in data.items() if k != "placement"} | {"schema_version": 2}
+        return data
 
 
 def run_identity(spec: RunSpec, environment: dict[str, Any]) -> str:

@@ -23,7 +23,10 @@ import psutil
 from benchlib.client import call, generate_round, get_json, run_async
 from benchlib.engines import build_launch, check_server_info, verify_tokens
 from benchlib.errors import RequestError, ServerError
+from benchlib.host import read_gpu_states
+from benchlib.machine import allot, check_devices, wait_for_release
 from benchlib.record import ServerRecord, write_atomic
+from benchlib.server_log import explain_death
 from benchlib.spec import RunSpec
 from benchlib.stream import request_record
 
@@ -35,6 +38,7 @@ SERVER_FILE = "server.json"
 POLL_S = 0.1
 PROBE_TIMEOUT_S = 1.0
 CANARY_TIMEOUT_S = 120.0
+NOTICE_S = 2.5  # that a notebook has to record what it measured before its server died
 DEATH_S = 2.0  # from a lost connection until the process is seen to be gone
 GRACE_S = 15.0  # SGLang sleeps five seconds in its shutdown
 STOP_TIMEOUT_S = 30.0
@@ -52,6 +56,10 @@ class Server:
     def poll(self) -> bool:
         """Whether it is ready. ServerError when it died, is too late, or is not the one planned."""
         return True
+
+    def death(self) -> str | None:
+        """Why it ended by itself; None while it runs, and where that is not known here."""
+        return None
 
     def stop(self) -> None:
         """End it, with its whole process group, where it was started here. ServerError if anything survives."""
@@ -121,13 +129,16 @@ class Starting(Server):
 
     def __init__(self, spec: RunSpec, *, folder: Path, port: int | None = None) -> None:
         self._spec, self._folder, self._port = spec, folder, port or _free_port()
-        launch = build_launch(spec, host=HOST, port=self._port)
+        self._allotment = given = allot(spec)
+        launch = build_launch(spec, host=HOST, port=self._port, placement=given.placement)
+        argv = (*given.binding.prefix, *launch.argv)
+        cpus = ",".join(map(str, given.binding.cpus or ()))
         folder.mkdir(parents=True, exist_ok=True)
-        self._stopped = False
+        self._stopped, self._died = False, 0.0
         self._began = time.monotonic()
         # The supervisor, and through it the server's process group.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchlib.supervisor", str(folder / LOG_FILE), str(GRACE_S), *launch.argv],
+            [sys.executable, "-m", "benchlib.supervisor", str(folder / LOG_FILE), str(GRACE_S), cpus, *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -140,14 +151,27 @@ class Starting(Server):
         pid = self._process.stdout.readline().strip()
         if not pid:
             last = (self._process.communicate()[1].strip().splitlines() or ["no message"])[-1]
-            raise ServerError(f"cannot start {launch.argv[0]}: {last}")
+            raise ServerError(f"cannot start {argv[0]}: {last}")
         self._pid = int(pid)
-        url, argv = f"http://{HOST}:{self._port}", tuple(map(_shown, launch.argv))
-        super().__init__(ServerRecord(url=url, argv=argv, env=_scrub(launch.env), pid=self._pid, log=LOG_FILE))
+        record = ServerRecord(
+            url=f"http://{HOST}:{self._port}",
+            argv=tuple(map(_shown, argv)),
+            env=_scrub(launch.env),
+            pid=self._pid,
+            log=LOG_FILE,
+            placement=given.placement,
+            binding=given.binding.how,
+            custom_all_reduce_expected=given.custom_all_reduce,
+            links_disagree=given.links_disagree,
+        )
+        super().__init__(record)
         self._write()
 
     def poll(self) -> bool:
         if self.record.startup_s is not None:
+            # Not at once: whoever measures it notices too, and keeps what was measured until then.
+            if self.exit_code() is not None and self._since_death_s() > NOTICE_S:
+                raise ServerError(self.death() or "")
             return True
         seconds, limit = time.monotonic() - self._began, self._spec.startup_timeout_s
         if (code := self.exit_code()) is not None:
@@ -163,9 +187,19 @@ class Starting(Server):
         except RequestError as error:
             raise self.failure(f"stopped answering: {error}") from error
         check_server_info(self._spec, info)
-        self.record = _with_info(self.record.model_copy(update={"startup_s": startup_s}), info)
+        self.record = self.record.model_copy(update={"startup_s": startup_s, "devices": self._check_devices()})
+        self.record = _with_info(self.record, info)
         self._write()
         return True
+
+    def _since_death_s(self) -> float:
+        self._died = self._died or time.monotonic()
+        return time.monotonic() - self._died
+
+    def death(self) -> str | None:
+        if (code := self.exit_code()) is None or self._stopped:
+            return self.record.death
+        return str(self.failure(f"exited with code {code} while it was measured"))
 
     def _write(self) -> None:
         write_atomic(self._folder / SERVER_FILE, self.record.model_dump_json(indent=1).encode())
@@ -180,6 +214,14 @@ class Starting(Server):
                 f"started (process {self._pid}). A stale server? End it, then run again"
             )
         return bool(owners)
+
+    def _check_devices(self) -> str:
+        """How the GPUs in use were found to be the planned ones; empty where none were planned."""
+        given = self._allotment
+        if given.placement is None:
+            return ""
+        pids = frozenset(pid for pid in psutil.pids() if _session(pid) == self._pid)
+        return check_devices(given.placement, given.before, read_gpu_states(), pids)
 
     def _send_canary(self, timeout_s: float) -> None:
         """One token: a server may say that it is ready and yet not generate."""
@@ -202,15 +244,18 @@ class Starting(Server):
         return None
 
     def failure(self, what: str) -> ServerError:
-        """An error that shows the failing thing itself: the log's end, and where the rest is."""
+        """An error that shows the failing thing itself: its cause, the log's end, and where the rest is."""
         log = self._folder / LOG_FILE
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-        tail = "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (the log is empty)"
-        return ServerError(f"the server {what}. Last log lines:\n{tail}\nFull log: {log}")
+        text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        cause = explain_death(text, self.exit_code())
+        why = f" Cause: {cause.kind}: {cause.line} {cause.advice}" if cause else ""
+        tail = "\n".join(f"  {line}" for line in text.splitlines()[-LOG_LINES:]) or "  (the log is empty)"
+        return ServerError(f"the server {what}.{why} Last log lines:\n{tail}\nFull log: {log}")
 
     def stop(self) -> None:
         if self._stopped:
             return
+        self.record = self.record.model_copy(update={"death": self.death()})
         self._stopped = True
         (self._folder / SERVER_FILE).unlink(missing_ok=True)
         # Noted now: a child that left the group is found through its parent only while that lives.
@@ -228,6 +273,8 @@ class Starting(Server):
         _, alive = psutil.wait_procs(left, timeout=5)
         if survivors := [p.pid for p in alive if _lives(p)]:
             raise ServerError(f"processes of the server survived SIGKILL: {survivors}. End them by hand")
+        if given := self._allotment.placement:
+            wait_for_release(given, self._allotment.before)
 
 
 def _session(pid: int | None) -> int | None:

@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from benchlib.errors import SpecError
+from benchlib.nccl import load_profiles
 
 __all__ = [
-    "Engine", "EngineOptions", "Frozen", "Method", "NumaPolicy", "RunSpec", "Sweep", "Workload",
+    "Assumed", "Engine", "EngineOptions", "Frozen", "Method", "NumaPolicy", "RunSpec", "Sweep", "Variant", "Workload",
     "content_hash", "load_sweep",
 ]  # fmt: skip
 
@@ -36,7 +37,9 @@ Engine = Literal["reference", "sglang"]
 Method = Literal["auto", "linear", "ddtree"]
 NumaPolicy = Literal["pack", "allow-cross", "spread"]
 PromptSet = Literal["openings", "instructions", "random-ids"]
-FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+NAME_OR_EMPTY = rf"^({NAME})?$"
+FolderName = Annotated[str, Field(pattern=rf"^{NAME}$")]
 Positive = Annotated[int, Field(ge=1)]
 TreeBudget = Annotated[int, Field(ge=1, le=1024, description="nodes beside the root")]
 Unique = AfterValidator(_unique)
@@ -85,12 +88,13 @@ class Conditions(Frozen):
     engine: Engine = "reference"
     block_size: int = Field(16, ge=2, le=64, description="DFlash block: anchor + block_size - 1 drafts")
     seed: int = 0
-    nccl_profile: str = "none"
-    numa_policy: NumaPolicy = "pack"
+    nccl_file: str = Field("", description="TOML file of own NCCL profiles, beside the ones that come with benchlib")
+    measured_links: str = Field("", description="file of `benchlib topology --measure` that placement is to prefer")
     max_running_requests: Positive = 8
     attach: str = Field("", description="URL of a server to measure and never stop; empty: start one")
     startup_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(600.0, gt=0)
+    stall_timeout_s: float = Field(120.0, gt=0, description="without a byte of a request, after which it is given up")
     workload: Workload = Workload()
 
 
@@ -101,6 +105,9 @@ class RunSpec(Conditions, EngineSettings):
     tp_size: Positive = 1
     method: Method = "auto"
     tree_budget: TreeBudget | None = None
+    nccl_profile: str = "none"
+    numa_policy: NumaPolicy = "pack"
+    variant: Annotated[str, Field(pattern=NAME_OR_EMPTY, description="the sweep's name for further flags")] = ""
     start: Positive = 1
 
     @model_validator(mode="after")
@@ -110,13 +117,14 @@ class RunSpec(Conditions, EngineSettings):
             problems.append('method "ddtree" needs tree_budget (1 to 1024)')
         if self.method != "ddtree" and self.tree_budget is not None:
             problems.append(f'tree_budget={self.tree_budget} means nothing for method "{self.method}": leave it out')
-        # Refused rather than ignored: a field that changes nothing would still name a condition.
-        if self.nccl_profile != "none":
+        problems += self._meaningless()
+        if self.nccl_profile not in (profiles := load_profiles(Path(self.nccl_file) if self.nccl_file else None)):
+            problems.append(f'nccl_profile "{self.nccl_profile}" is unknown; there are {sorted(profiles)}')
+        if "CUDA_VISIBLE_DEVICES" in self.server_env:
             problems.append(
-                f'nccl_profile "{self.nccl_profile}" is unknown: "none" alone is; set variables in server_env'
+                "CUDA_VISIBLE_DEVICES in server_env: placement chooses the GPUs. To restrict it, set the "
+                "variable for benchlib itself"
             )
-        if self.numa_policy != "pack":
-            problems.append(f'numa_policy "{self.numa_policy}" needs placement, which is not there yet: use "pack"')
         if max(self.workload.concurrency) > self.max_running_requests:
             problems.append(
                 f"concurrency {max(self.workload.concurrency)} exceeds max_running_requests={self.max_running_requests}"
@@ -126,10 +134,27 @@ class RunSpec(Conditions, EngineSettings):
             raise ValueError("; ".join(problems))
         return self
 
+    def _meaningless(self) -> list[str]:
+        """What is refused rather than ignored: a field that changes nothing would still name a condition."""
+        why = "engine reference has no GPU" if self.engine == "reference" else "one rank has no collective"
+        if self.attach:
+            why = "an attached server is started and placed by somebody else"
+        elif self.engine == "sglang" and self.tp_size > 1:
+            return []
+        given = {"nccl_profile": self.nccl_profile, "numa_policy": self.numa_policy}
+        default = {"nccl_profile": "none", "numa_policy": "pack"}
+        return [
+            f'{name} "{value}" would change nothing, {why}: leave it out'
+            for name, value in given.items()
+            if value != default[name] and value != "allow-cross"
+        ]
+
     @property
     def condition_name(self) -> str:
-        """`tp4-auto`, `tp4-linear`, `tp4-b15`: the campaign's short names."""
-        return f"tp{self.tp_size}-{self.method if self.tree_budget is None else f'b{self.tree_budget}'}"
+        """`tp4-auto`, `tp4-linear`, `tp4-b15`, `tp4-auto-pcie-spread`: the campaign's short names."""
+        parts = [f"tp{self.tp_size}", self.method if self.tree_budget is None else f"b{self.tree_budget}"]
+        parts += [self.nccl_profile] * (self.nccl_profile != "none") + [self.numa_policy] * (self.numa_policy != "pack")
+        return "-".join([*parts, *[self.variant] * bool(self.variant)])
 
     @property
     def run_name(self) -> str:
@@ -166,22 +191,62 @@ class EngineOptions(EngineSettings):
     prompt_set: PromptSet | None = Field(None, description="replaces the workload's, where the engine needs another")
 
 
-class Sweep(Conditions):
+class Axes(Frozen):
+    """What a sweep crosses into conditions."""
+
+    tp_size: Annotated[tuple[Positive, ...], Unique] = (1,)
+    methods: Annotated[tuple[Literal["auto", "linear"], ...], Unique] = ("auto", "linear")
+    tree_budgets: Annotated[tuple[TreeBudget, ...], Unique] = ()
+    nccl_profiles: Annotated[tuple[str, ...], Field(min_length=1), Unique] = ("none",)
+    numa_policies: Annotated[tuple[NumaPolicy, ...], Field(min_length=1), Unique] = ("pack",)
+    starts: Positive = 1
+
+
+class Variant(Axes):
+    """Further conditions of a sweep under a name of their own; an axis that it leaves out is the sweep's."""
+
+    block_size: int | None = None
+    server_args: tuple[str, ...] = Field((), description="added to the engine's")
+    server_env: dict[str, str] = Field(default_factory=dict, description="added to the engine's")
+
+
+class Assumed(Frozen):
+    """What `plan` reckons with until the campaign has a record of its own; measured by nobody here."""
+
+    start_s: float = Field(80.0, gt=0, description="seconds of one server start and stop")
+    decode_tok_s: float = Field(gt=0, description="of one request, tokens/s")
+
+
+class Sweep(Conditions, Axes):
     """A sweep file: axes crossed into conditions, each measured in `starts` server starts, order randomised."""
 
     name: FolderName
     description: str = ""
-    tp_size: Annotated[tuple[Positive, ...], Unique] = (1,)
-    methods: Annotated[tuple[Literal["auto", "linear"], ...], Unique] = ("auto", "linear")
-    tree_budgets: Annotated[tuple[TreeBudget, ...], Unique] = ()
-    starts: Positive = 1
     order_seed: int = 0
     engines: dict[Engine, EngineOptions] = Field(default_factory=dict)
+    variants: dict[FolderName, Variant] = Field(default_factory=dict)
+    assumed: Assumed | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("variants"), dict):
+            return data
+        own = {name: data[name] for name in Axes.model_fields if name in data}
+        # Methods and budgets name the methods together: a variant that gives one gives both.
+        none = {"methods": (), "tree_budgets": ()}
+        variants = {
+            name: {**own, **(none if none.keys() & given.keys() else {}), **given} if isinstance(given, dict) else given
+            for name, given in data["variants"].items()
+        }
+        return {**data, "variants": variants}
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
-        if not self.methods and not self.tree_budgets:
-            raise ValueError("a sweep needs at least one of methods or tree_budgets")
+        blocks: dict[str, Axes] = {"a sweep": self, **self.variants}
+        for name, axes in blocks.items():
+            if not axes.methods and not axes.tree_budgets:
+                raise ValueError(f"{name} needs at least one of methods or tree_budgets")
         return self
 
     def runs(self) -> list[RunSpec]:
@@ -190,17 +255,32 @@ class Sweep(Conditions):
         shared = self.model_dump(include=set(Conditions.model_fields)) | options.model_dump(exclude={"prompt_set"})
         shared["campaign"] = self.name
         shared["workload"]["prompt_set"] = options.prompt_set or self.workload.prompt_set
-        methods = [(method, None) for method in self.methods] + [("ddtree", budget) for budget in self.tree_budgets]
+        blocks = [*_conditions(self), *(c for name, v in self.variants.items() for c in _conditions(v, name, shared))]
         ordering = random.Random(self.order_seed)
         runs = []
-        for start in range(1, self.starts + 1):
-            block = [
-                _checked(RunSpec, {**shared, "tp_size": tp, "method": m, "tree_budget": b, "start": start}, "run")
-                for tp, (m, b) in itertools.product(self.tp_size, methods)
-            ]
+        for start in range(1, max(starts for starts, _ in blocks) + 1):
+            block = [_checked(RunSpec, {**shared, **own, "start": start}, "run") for n, own in blocks if start <= n]
             ordering.shuffle(block)
             runs += block
         return runs
+
+
+def _conditions(
+    axes: Axes, variant: str = "", shared: dict[str, Any] | None = None
+) -> list[tuple[int, dict[str, Any]]]:
+    """(starts, fields) of each condition, once: one rank has neither a collective nor a second node."""
+    own: dict[str, Any] = {}
+    if isinstance(axes, Variant) and shared is not None:
+        own = {"variant": variant, "block_size": axes.block_size or shared["block_size"]}
+        own["server_args"] = (*shared["server_args"], *axes.server_args)
+        own["server_env"] = {**shared["server_env"], **axes.server_env}
+    methods = [(method, None) for method in axes.methods] + [("ddtree", budget) for budget in axes.tree_budgets]
+    return [
+        (axes.starts, own | {"tp_size": tp, "method": m, "tree_budget": b, "nccl_profile": nccl, "numa_policy": numa})
+        for tp, (m, b) in itertools.product(axes.tp_size, methods)
+        for nccl in (axes.nccl_profiles if tp > 1 else ("none",))
+        for numa in (axes.numa_policies if tp > 1 else ("pack",))
+    ]
 
 
 def load_sweep(path: Path | str, **overrides: object) -> Sweep:
@@ -213,7 +293,8 @@ def load_sweep(path: Path | str, **overrides: object) -> Sweep:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} is not valid TOML: {error}") from error
     data = _merged(data, overrides)
-    return _checked(Sweep, data | {"engines": _beside(path.resolve().parent, data.get("engines", {}))}, str(path))
+    files = ("engines", "variants", "nccl_file", "measured_links")
+    return _checked(Sweep, data | _beside(path.resolve().parent, {k: data[k] for k in files if k in data}), str(path))
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

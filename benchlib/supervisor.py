@@ -1,4 +1,4 @@
-"""`python -m benchlib.supervisor LOG GRACE_S ARGV...` holds one server and ends it when its opener goes away.
+"""`python -m benchlib.supervisor LOG GRACE_S CPUS ARGV...` holds one server and ends it when its opener goes away.
 
 A notebook kernel, a sweep or a shell may be killed in ways that run none of their code. This small process (standard
 library only) starts the server in a session of its own, waits until its own standard input closes, which the system
@@ -26,7 +26,9 @@ PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> int:
     """Run until the server ends or standard input closes; prints the server's process id first."""
-    log, grace_s, *argv = arguments
+    log, grace_s, cpus, *argv = arguments
+    if cpus:
+        os.sched_setaffinity(0, map(int, cpus.split(",")))  # the server inherits it
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(128 + signal.SIGTERM))
     with Path(log).open("wb") as output:

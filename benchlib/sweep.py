@@ -12,7 +12,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,16 +21,24 @@ from typing import Literal, NamedTuple
 
 from filelock import FileLock, Timeout
 
+from benchlib.engines import Launch, build_launch, needs_gpus
 from benchlib.environment import collect_environment
 from benchlib.errors import BenchlibError, RecordError, SpecError
+from benchlib.host import read_gpu_states
+from benchlib.machine import busy_here, place_run
+from benchlib.measure import WARMUP_TOKENS
 from benchlib.notebook import execute_notebook, read_parameters
+from benchlib.placement import Placement
 from benchlib.record import RunRecord, load_record, load_requests, run_folder, run_identity, save_run
-from benchlib.server import Server, Starting, attach_server
-from benchlib.spec import RunSpec, Sweep
+from benchlib.server import HOST, Server, Starting, attach_server
+from benchlib.spec import Assumed, RunSpec, Sweep
+from benchlib.topology import Topology, read_topology
+from benchlib.warnings import format_warning
 
 __all__ = ["NOTEBOOK", "Outcome", "Planned", "RunState", "plan_sweep", "run_sweep", "select_runs", "signals_raise"]
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "02_measure.ipynb"
+PLAN_PORT = 30000  # shown in a plan; a run takes a free one
 RunState = Literal["new", "finished", "failed", "stale", "partial"]
 Listener = Callable[[int, int, RunSpec, "Outcome | None"], None]
 
@@ -38,13 +46,18 @@ Listener = Callable[[int, int, RunSpec, "Outcome | None"], None]
 class Planned(NamedTuple):
     """What a sweep would do with a run: a `finished` one is skipped, every other is (re-)run.
 
-    `estimate_s` is the time to start and measure it, from its own earlier record or the mean of its campaign's; 0 when
-    it is finished, None when nothing was measured yet.
+    `estimate_s` is the time to start and measure it, from its own earlier record or the mean of its campaign's, else
+    from the sweep's `assumed`; 0 when it is finished, None when nothing is known. `placement` is None where the run
+    takes no GPU or cannot be placed; then `problem` says why, or what else it cannot be started for.
     """
 
     spec: RunSpec
     state: RunState
     estimate_s: float | None
+    placement: Placement | None
+    launch: Launch | None
+    problem: str | None
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +70,18 @@ class Outcome:
     error: str | None = None
 
 
-def plan_sweep(runs: Sequence[RunSpec], results: Path) -> list[Planned]:
-    """What running these would do, and for about how long. Starts nothing."""
+def plan_sweep(
+    runs: Sequence[RunSpec],
+    results: Path,
+    *,
+    topology: Topology | None = None,
+    busy: Mapping[int, str] | None = None,
+    assumed: Assumed | None = None,
+) -> list[Planned]:
+    """What running these would do, on which GPUs, and for about how long. Starts nothing.
+
+    `topology` plans for another machine: GPUs in `busy` are taken there, and no engine is asked what it can do.
+    """
     looked = [(spec, *_look(spec, results)) for spec in runs]
     took = {
         spec.run_name: record.duration_s + ((record.server and record.server.startup_s) or 0.0)
@@ -66,9 +89,58 @@ def plan_sweep(runs: Sequence[RunSpec], results: Path) -> list[Planned]:
         if record is not None and record.status == "ok"
     }
     mean = statistics.fmean(took.values()) if took else None
-    return [
-        Planned(spec, state, 0.0 if state == "finished" else took.get(spec.run_name, mean)) for spec, state, _ in looked
-    ]
+    planned, where = [], _Where(topology, busy or {})
+    for spec, state, _ in looked:
+        guess = mean if mean is not None or assumed is None else _assumed_s(spec, assumed)
+        estimate = 0.0 if state == "finished" else took.get(spec.run_name, guess)
+        planned.append(Planned(spec, state, estimate, *_plan_launch(spec, where)))
+    return planned
+
+
+def _assumed_s(spec: RunSpec, assumed: Assumed) -> float:
+    """Start, then every token of every round at the assumed rate; concurrent requests run side by side."""
+    work = spec.workload
+    rounds = len(work.prompts) * len(work.concurrency)
+    tokens = sum(work.warmups * min(n, WARMUP_TOKENS) + work.repeats * n for n in work.max_new_tokens)
+    return assumed.start_s + rounds * tokens / assumed.decode_tok_s
+
+
+class _Where:
+    """The machine planned for: the one given, or this one, which is read once and only if a run takes a GPU."""
+
+    def __init__(self, topology: Topology | None, busy: Mapping[int, str]) -> None:
+        self.topology, self.busy, self.elsewhere = topology, busy, topology is not None
+
+    def place(self, spec: RunSpec) -> tuple[Placement, bool | None]:
+        if self.topology is None:
+            self.topology = read_topology()
+            self.busy = {**busy_here(self.topology, read_gpu_states()), **self.busy}
+        return place_run(spec, self.topology, self.busy)
+
+
+def _plan_launch(spec: RunSpec, where: _Where) -> tuple[Placement | None, Launch | None, str | None, tuple[str, ...]]:
+    placement, notes = None, []
+    try:
+        if needs_gpus(spec):
+            placement, custom = where.place(spec)
+            notes = [note for note in (_crossing(placement), _compares_nothing(spec, custom)) if note]
+        probe = not where.elsewhere
+        launch = (
+            None if spec.attach else build_launch(spec, host=HOST, port=PLAN_PORT, placement=placement, probe=probe)
+        )
+    except BenchlibError as error:
+        return placement, None, str(error), tuple(notes)
+    return placement, launch, None, tuple(notes)
+
+
+def _crossing(placement: Placement) -> str | None:
+    return f"crosses NUMA nodes {', '.join(map(str, placement.numa_nodes))}" if placement.cross_numa else None
+
+
+def _compares_nothing(spec: RunSpec, custom_all_reduce: bool | None) -> str | None:
+    if spec.nccl_profile == "none" or not custom_all_reduce:
+        return None
+    return "decode's all-reduce is expected to go past NCCL here: the profile would compare nothing"
 
 
 def select_runs(sweep: Sweep, only: Sequence[str] = ()) -> list[RunSpec]:
@@ -140,6 +212,12 @@ def _run_one(spec: RunSpec, results: Path, notebook: Path, force: bool) -> Outco
             server=server.record if server else None,
         )
         record = save_run(folder, failed, ())
+    if record.status == "failed" and server and (death := server.death()) and death not in (record.error or ""):
+        record = record.model_copy(update={"error": f"{death}\n{record.error}"})
+        record = save_run(folder, record, load_requests(folder))
+    if record.status == "ok" and error:
+        record = record.model_copy(update={"warnings": (*record.warnings, format_warning("ended-badly", what=error))})
+        record = save_run(folder, record, load_requests(folder))
     if record.status == "ok" and record.identity != identity:
         changed = (
             "code, packages, variables or devices changed between the sweep's plan and its notebook: "

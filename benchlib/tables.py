@@ -13,7 +13,7 @@ import pandas as pd
 
 from benchlib.compare import BASELINE, ONE_ROUND, ONE_START, compare
 from benchlib.errors import ComparisonError
-from benchlib.frames import ALL, Row, grouped, rows_of
+from benchlib.frames import ALL, Row, grouped, method_label, rows_of
 from benchlib.metrics import METRICS
 from benchlib.typeset import Cell, Column, Table, redact
 
@@ -30,6 +30,7 @@ _WORDS = {
     "no baseline": ("no auto", "this TP has no measured autoregressive run to compare with"),
     ONE_ROUND: ("1 round", "two rounds are needed for an interval, and no speedup is given without one"),
     "failed": ("failed", ""),
+    "capped": ("capped", ""),
     "unreadable": ("unreadable", ""),
 }
 _DIFFERS = ("differs", "the runs differ in more than the method")
@@ -52,11 +53,16 @@ _CITED_NOTE = (
     "Cited, not ours: published figures of a Qwen3.6-27B campaign on 8 RTX PRO 6000 GPUs over PCIe. "
     "Another machine and another model: side by side for orientation, not compared."
 )
+_AXES = {"nccl_profile": "NCCL", "numa_policy": "NUMA", "variant": "variant"}
+_AB_NOTE = (
+    "Decode's all-reduce, read from the servers' logs: where it is custom it goes past NCCL, and an NCCL profile "
+    "compares nothing."
+)
 _ACCEPT_CAPTION = "Accept length and share of whole blocks, by prompt and budget"
 _ACCEPT_NOTE = "Accept: 1 + accepted drafts / verify steps, pooled. Full: share of steps that accept the whole block."
 
 
-def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, source: str) -> dict[str, Table]:
+def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame, source: str) -> dict[str, Table]:
     """Every result table by name; `source` (device, engine, commit) is noted below each."""
     rows = rows_of(results)
     notes = (_interval_note(rows), source)
@@ -76,6 +82,7 @@ def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, source: str) -> d
         _table("steps", "Milliseconds a verify step, by prompt", steps, rows, (source,)),
         _table("accept", _ACCEPT_CAPTION, accept, drafted, (_ACCEPT_NOTE, source)),
         _scaling_table(rows_of(scaling), notes),
+        _ab_table(rows_of(ab), notes),
         Table("cited", _CITED_CAPTION, _texts("Case", "Cited", "Measured here"), cited, (_CITED_NOTE,)),
     ]
     return {table.name: table for table in tables}
@@ -144,6 +151,24 @@ def _scaling_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
     return Table("scaling", caption, columns, tuple(body) or (empty,), notes)
 
 
+def _ab_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
+    columns = (*_texts("Held against", "Method"), _column("difference"), *_texts("Verdict", "Decode's all-reduce"))
+    several = len({r["campaign"] for r in rows}) > 1
+    body: list[str | tuple[Cell, ...]] = []
+    for group in grouped((r for r in rows if r["prompt"] == ALL), group_of):
+        body.append(group_heading(group[0], campaign=several))
+        for r in group:
+            sides = f"{_AXES[r['axis']]} {r['b'] or 'without'} against {r['a'] or 'without'}"
+            left, right = (
+                _text_row(sides, method_label(r["method"], r["tree_budget"])),
+                _text_row(r["difference_note"], r["all_reduce"]),
+            )
+            body.append((*left, _cell(r, "difference"), *right))
+    empty = "No two conditions differ in an NCCL profile, a NUMA policy or a variant alone."
+    caption = "Differences in decode rate between conditions that vary in one setting, all prompts pooled"
+    return Table("ab", caption, columns, tuple(body) or (empty,), (*notes, _AB_NOTE))
+
+
 def _ours(rows: Sequence[Row], where: tuple[int, str, int | None, str] | None) -> str:
     *axes, key = where or (None, "")
     for r in rows:
@@ -171,9 +196,8 @@ def _cell(row: Row | None, key: str, bold: bool = False) -> Cell:
         return Cell(text=_word(row, key))
     low, value, high = row.get(f"{key}_low"), row[key], row.get(f"{key}_high")
     scale = 100 if METRICS[key].unit == "%" else 1
-    return Cell(
-        scale * float(value), None if low is None else max(high - value, value - low), bold=bold and low is not None
-    )
+    half = None if low is None else scale * max(high - value, value - low)
+    return Cell(scale * float(value), half, bold=bold and low is not None)
 
 
 def _word(row: Row | None, key: str) -> str:

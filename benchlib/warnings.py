@@ -9,7 +9,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchlib.nccl import NcclLog, variables_differ
+from benchlib.placement import format_devices
 from benchlib.record import RequestRecord, ServerRecord
+from benchlib.spec import RunSpec
 
 __all__ = ["CODES", "check_cell", "check_run", "format_warning"]
 
@@ -34,10 +37,19 @@ CODES = {
     "failed-requests": "{n} of {total} timed requests failed, first: {error}. They are kept and counted.",
     "short-output": "{n} of {total} timed requests ended before {asked} tokens. Set ignore_eos for equal lengths.",
     "machine-busy": "load average was {load:.1f} on {cores} cores at the start. Wait until the machine is idle.",
-    "requests-capped": "the server runs {limit} requests at once, the workload asks for {asked}: some queued. "
-    "Raise max_running_requests, or lower concurrency.",
+    "requests-capped": "not measured: the server runs {limit} requests at once, the cell asks for {asked} and would "
+    "measure a queue. Make room for their state (see the log), or lower concurrency.",
     "cache-not-flushed": "/flush_cache gave HTTP {status}; prompts may meet a warm prefix cache. "
     "Start the server with --disable-radix-cache.",
+    "worse-placement": "GPUs {gpus} were taken where the free machine would give {best}: {why} Free those, or compare "
+    "only with runs placed alike.",
+    "links-disagree": "{what} Measure again, or set measured_links so that placement goes by it.",
+    "nccl-bypassed": "NCCL profile {profile} was set, but decode's all-reduce was {which}: past NCCL, so the profile "
+    "compares nothing. Add --disable-custom-all-reduce to server_args to measure NCCL.",
+    "nccl-variable": "{what}. See what else sets it, or leave it out of the profile.",
+    "custom-all-reduce-off": "SGLang's custom all-reduce was expected on GPUs {gpus} and was not used: {evidence}. "
+    "Decode is slower for it; see the server's log.",
+    "ended-badly": "after the record was written: {what}. The measurement is whole; see what is left on the machine.",
     "attached": "the server was started elsewhere: its flags are checked only as far as it reports them.",
 }
 
@@ -60,18 +72,40 @@ def check_cell(timed: Sequence[RequestRecord]) -> tuple[str, ...]:
     return (*found, *_check_spread(_round_rates(whole)))
 
 
-def check_run(environment: dict[str, Any], server: ServerRecord, *, concurrency: int) -> tuple[str, ...]:
+def check_run(
+    spec: RunSpec, environment: dict[str, Any], server: ServerRecord, nccl: NcclLog | None
+) -> tuple[str, ...]:
     """Warnings of the run as a whole: the machine and the server rather than the figures."""
     found = []
     load, cores = environment.get("load_average_1m"), environment.get("cores")
     if load is not None and cores and load > MAX_LOAD_SHARE * cores:
         found.append(format_warning("machine-busy", load=load, cores=cores))
-    limit = server.effective_max_running_requests
-    if limit is not None and limit < concurrency:
-        found.append(format_warning("requests-capped", limit=limit, asked=concurrency))
     if server.attached:
         found.append(format_warning("attached"))
-    return tuple(found)
+    found += [format_warning("links-disagree", what=text) for text in server.links_disagree]
+    if (placed := server.placement) and placed.worse_than:
+        best = format_devices(placed.worse_than)
+        found.append(format_warning("worse-placement", gpus=placed.label, best=best, why=placed.reason))
+    return (*found, *_check_collectives(spec, server, nccl))
+
+
+def _check_collectives(spec: RunSpec, server: ServerRecord, nccl: NcclLog | None) -> list[str]:
+    """What the server's log tells of its all-reduce, against what the run asked for."""
+    if nccl is None:
+        return []
+    found = [format_warning("nccl-variable", what=text) for text in variables_differ(_nccl_variables(server), nccl)]
+    which, placement = nccl.decode_all_reduce, server.placement
+    if spec.nccl_profile != "none" and which not in ("nccl", None):
+        found.append(format_warning("nccl-bypassed", profile=spec.nccl_profile, which=which))
+    asked_off = "--disable-custom-all-reduce" in spec.server_args
+    if server.custom_all_reduce_expected and which == "nccl" and placement and not asked_off:
+        evidence = nccl.decode_all_reduce_evidence
+        found.append(format_warning("custom-all-reduce-off", gpus=placement.label, evidence=evidence))
+    return found
+
+
+def _nccl_variables(server: ServerRecord) -> dict[str, str]:
+    return {k: v for k, v in server.env.items() if k.startswith("NCCL_") and not k.startswith("NCCL_DEBUG")}
 
 
 def _round_rates(requests: Sequence[RequestRecord]) -> dict[int, float]:

@@ -58,7 +58,7 @@ def build(*paths: Path) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Table]]:
     results = compare.build_results(loaded)
     scaling = compare.build_scaling(results)
     source = headline.source_note(frames.build_provenance(loaded))
-    return results, scaling, tables.build_tables(results, scaling, source)
+    return results, scaling, tables.build_tables(results, scaling, compare.build_ab(results), source)
 
 
 def row_of(table: Table, label: str, *, group: int = 0) -> tuple[Cell, ...]:
