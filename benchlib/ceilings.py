@@ -6,22 +6,29 @@ the same weights for more tokens. Only architectures whose tensors are known are
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchlib.bandwidth_probe import Bandwidth
-from benchlib.errors import UnavailableError
+from benchlib.errors import RecordError, UnavailableError
+from benchlib.record import write_atomic
 
-__all__ = ["Bandwidth", "StepBytes", "floor_ms", "floor_tok_s", "measure_bandwidth", "probe_devices", "step_bytes"]
+__all__ = [
+    "Bandwidth", "StepBytes", "floor_ms", "floor_tok_s", "load_bandwidth", "measure_bandwidth", "probe_devices",
+    "save_bandwidth", "step_bytes",
+]  # fmt: skip
 
 HYBRID = {"qwen3_5", "qwen3_5_text"}
 TYPES = {"qwen3", *HYBRID}
 CLASSES = {"Qwen3ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}
+FULL, LINEAR = "full_attention", "linear_attention"
+BANDWIDTH_FILE = "bandwidth.json"
 PROBE = Path(__file__).with_name("bandwidth_probe.py")
 
 
@@ -46,13 +53,14 @@ def step_bytes(
     embedding table nor the vision tower nor layers for multi-token prediction.
     """
     text = config.get("text_config") or config
-    _check_known(config, text)
     try:
+        _check_known(config, text)
         rank = _Rank(text, tp_size)
         linear, full = rank.layers()
         mixer, recurrent, window = rank.linear_mixer() if linear else (0, 0, 0)
-        weights = rank.head() + linear * (mixer + rank.mlp()) + full * (rank.attention() + rank.mlp())
-    except (KeyError, TypeError, AttributeError) as error:
+        rows = -(-int(text["vocab_size"]) // tp_size) + 1  # of the head, and the last norm
+        weights = rows * rank.hidden + linear * (mixer + rank.mlp()) + full * (rank.attention() + rank.mlp())
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UnavailableError(f"config.json says too little to count a step's bytes: {error!r}") from error
     weights *= weight_dtype_bytes
     state = 2 * batch * linear * (recurrent * state_dtype_bytes + window * weight_dtype_bytes)
@@ -64,8 +72,8 @@ def _check_known(config: Mapping[str, Any], text: Mapping[str, Any]) -> None:
     kind, classes = text.get("model_type"), set(config.get("architectures") or ())
     if kind not in TYPES or not classes <= CLASSES or text.get("num_experts"):
         raise UnavailableError(
-            f"what a step of model_type {kind!r}, architectures {sorted(classes)}, reads is not known (of experts, it "
-            f"depends on the text); known are {sorted(TYPES)} as {sorted(CLASSES)}"
+            f"what a step of model_type {kind!r}, architectures {sorted(classes)}, reads is not known (with experts it "
+            f"depends on the tokens); known are {sorted(TYPES)} as {sorted(CLASSES)}"
         )
     if config.get("quantization_config") or text.get("quantization_config"):
         raise UnavailableError("the weights are quantised: the bytes that each tensor takes are not known")
@@ -78,7 +86,7 @@ class _Rank:
         self.text, self.tp_size, self.hidden = text, tp_size, int(text["hidden_size"])
         self.heads = self.share("num_attention_heads")
         # Fewer heads than ranks are held by several ranks each.
-        self.kv_heads = max(1, int(text["num_key_value_heads"]) // tp_size)
+        self.kv_heads = 1 if text["num_key_value_heads"] < tp_size else self.share("num_key_value_heads")
         self.head_dim = int(text.get("head_dim") or self.hidden // text["num_attention_heads"])
 
     def share(self, name: str) -> int:
@@ -90,15 +98,10 @@ class _Rank:
         """How many are linear, how many of full attention; unlisted, a hybrid has one of these after each three."""
         n = self.text["num_hidden_layers"]
         every = self.text.get("full_attention_interval", 4) if self.text["model_type"] in HYBRID else 1
-        kinds = self.text.get("layer_types") or (
-            n // every * ["full_attention"] + (n - n // every) * ["linear_attention"]
-        )
-        if unknown := set(kinds) - {"full_attention", "linear_attention"}:
+        kinds = self.text.get("layer_types") or [FULL] * (n // every) + [LINEAR] * (n - n // every)
+        if unknown := set(kinds) - {FULL, LINEAR}:
             raise UnavailableError(f"what a step reads of layers {sorted(unknown)} is not known")
-        return kinds.count("linear_attention"), kinds.count("full_attention")
-
-    def head(self) -> int:
-        return int(-(-self.text["vocab_size"] // self.tp_size) * self.hidden + self.hidden)
+        return kinds.count(LINEAR), kinds.count(FULL)
 
     def mlp(self) -> int:
         return 3 * self.hidden * self.share("intermediate_size") + 2 * self.hidden
@@ -131,6 +134,23 @@ def floor_tok_s(step: StepBytes, copy_gb_s: float) -> float:
 def measure_bandwidth(python: str, *, env: Mapping[str, str] | None = None, timeout_s: float = 120) -> Bandwidth:
     """Of the slowest GPU that `python`, the engine's interpreter, sees: all ranks wait for it. See `probe_devices`."""
     return min(probe_devices(python, env=env, timeout_s=timeout_s), key=lambda found: found.copy_gb_s)
+
+
+def save_bandwidth(folder: Path, found: Sequence[Bandwidth]) -> None:
+    """Write `bandwidth.json` into a campaign's folder."""
+    rows = [dataclasses.asdict(device) for device in found]
+    write_atomic(folder / BANDWIDTH_FILE, json.dumps(rows, indent=1).encode() + b"\n")
+
+
+def load_bandwidth(folder: Path) -> tuple[Bandwidth, ...]:
+    """A campaign's measured bandwidth; empty where none was measured. RecordError for a broken file."""
+    path = folder / BANDWIDTH_FILE
+    try:
+        return tuple(Bandwidth(**row) for row in json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return ()
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path} is no bandwidth measurement: {error}; delete it, or measure again") from None
 
 
 def probe_devices(

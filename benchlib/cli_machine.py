@@ -17,6 +17,8 @@ __all__ = ["BusyOption", "JsonOption", "app", "named_busy"]
 app = typer.Typer()
 
 GATE_FAILED = 3
+RESULTS = Path("results")
+PYTHON_VARIABLE = "BENCHLIB_SGLANG_PYTHON"
 BusyOption = Annotated[str, typer.Option("--busy", help="GPUs to leave out, such as 0,3")]
 FromOption = Annotated[Path | None, typer.Option("--from", help="a saved `nvidia-smi topo -m`; empty: this machine")]
 LinksOption = Annotated[Path | None, typer.Option("--links", help="measured links that the choice is to prefer")]
@@ -36,7 +38,7 @@ def topology(
     source: FromOption = None,
     measure: Annotated[bool, typer.Option("--measure", help="time peer copies and a decode-sized all-reduce")] = False,
     python: Annotated[str, typer.Option(help="interpreter that has torch, for --measure; empty: this one")] = "",
-    out: Annotated[Path, typer.Option(help="where --measure stores what it found")] = Path("results/links.json"),
+    out: Annotated[Path, typer.Option(help="where --measure stores what it found")] = RESULTS / "links.json",
     as_json: JsonOption = False,
 ) -> None:
     """Show the GPUs, the links between them and their NUMA nodes; with --measure, time the links."""
@@ -91,6 +93,26 @@ def place(
 
 
 @app.command()
+def bandwidth(
+    campaign: Annotated[str, typer.Argument(help="name of the campaign whose rates are to stand beside the ceiling")],
+    python: Annotated[str, typer.Option(help=f"interpreter that has torch; empty: ${PYTHON_VARIABLE}")] = "",
+    results: Annotated[Path, typer.Option("--results", help="folder of the campaigns")] = RESULTS,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the memory bandwidth of each visible, idle GPU: the ceiling of autoregressive decoding."""
+    import os
+    import sys
+
+    from benchlib.ceilings import probe_devices, save_bandwidth
+
+    found = probe_devices(python or os.environ.get(PYTHON_VARIABLE, "") or sys.executable)
+    save_bandwidth(results / campaign, found)
+    rows = [dataclasses.asdict(device) for device in found]
+    text = "\n".join(f"{d.device}: copy {d.copy_gb_s:.0f}, read {d.read_gb_s:.0f} GB/s (n={d.n})" for d in found)
+    typer.echo(json.dumps(rows, indent=1) if as_json else text)
+
+
+@app.command()
 def nccl(
     profile: Annotated[str, typer.Argument(help="none, production, pcie or your own; empty: all")] = "",
     log: Annotated[Path | None, typer.Option(help="a server's log written with NCCL_DEBUG=INFO: what NCCL did")] = None,
@@ -128,6 +150,7 @@ def doctor(
     """Check whether a launch would work here: what was seen, why it matters, what to do. Exit 3 if it would fail."""
     from benchlib.host import format_checks, would_fail
     from benchlib.machine import examine
+    from benchlib.record import boot_of
     from benchlib.spec import RunSpec, load_sweep
 
     if sweep is not None:
@@ -136,7 +159,7 @@ def doctor(
     else:
         flags = {"engine": engine or "sglang", "tp_size": tp_size, "model_path": model_path}
         specs = [RunSpec.from_parameters(flags)]
-    checks = examine(specs)
+    checks = examine(specs, since_boot=boot_of(RESULTS / specs[0].campaign))
     if as_json:
         rows: list[dict[str, Any]] = [dataclasses.asdict(check) for check in checks]
         typer.echo(json.dumps({"ok": not would_fail(checks), "checks": rows}, indent=1))

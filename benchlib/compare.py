@@ -21,7 +21,8 @@ import pandas as pd
 from scipy import special
 
 from benchlib import frames
-from benchlib.errors import ComparisonError
+from benchlib.ceilings import floor_tok_s, step_bytes
+from benchlib.errors import ComparisonError, UnavailableError
 from benchlib.frames import ALL, CELL_FIELDS, CONDITION_FIELDS, METHOD_FIELDS, Campaign, LoadedRun, grouped, rows_of
 
 __all__ = [
@@ -40,7 +41,7 @@ BASELINE = "baseline"
 MATCHED_FIELDS = (*CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")
 # What an A/B study varies: its field, what else that changes by itself, and the side that others are held against.
 AB_AXES = {
-    "nccl_profile": ((), "none"),
+    "nccl_profile": (("nccl",), "none"),
     "numa_policy": ((), "pack"),
     "variant": (("server_args", "server_env", "serving"), ""),
 }
@@ -50,6 +51,8 @@ SUMMARY_KEYS = (
     *("prompt", "max_new_tokens", "concurrency", "n_starts", "n_requests"),
     *("decode_tok_s", "decode_tok_s_low", "decode_tok_s_high", "output_throughput_tok_s"),
     *("ttft_s", "tpot_s", "accept_length", "full_block_share", "step_ms"),
+    *("break_even", "break_even_low", "break_even_high", "floor_tok_s", "floor_share"),
+    *("energy_per_token_j", "power_w", "throttled_share"),
     *("speedup", "speedup_low", "speedup_high"),
     *("error", "note"),
 )
@@ -123,7 +126,10 @@ def build_results(campaigns: Iterable[Campaign]) -> pd.DataFrame:
     requests = frames.build_requests(loaded)
     rounds = frames.build_rounds(requests) if len(requests) else requests
     cells = rows_of(frames.build_cells(rounds)) if len(rounds) else []
-    rows: list[dict[str, Any]] = [{**cell, "status": "ok", **_figures(cell, cells)} for cell in cells]
+    rows: list[dict[str, Any]] = [
+        {**cell, "status": "ok", **_figures(cell, cells), **_break_even(cell, cells), **_floor(cell, loaded)}
+        for cell in cells
+    ]
     for campaign in loaded:
         rows += [row for run in campaign.runs for row in (_capped(run) if run.ok else _failed(run))]
         shared = {"campaign": campaign.name, "status": "failed", "tpot_starts": (), "note": "unreadable"}
@@ -175,7 +181,7 @@ def build_ab(results: pd.DataFrame) -> pd.DataFrame:
         vary = (axis, *others)
         for group in grouped(cells, [f for f in MATCHED_FIELDS if f not in vary]):
             first, *rest = sorted(group, key=lambda r: r[axis] != default)
-            for cell in rest:
+            for cell in (other for other in rest if other[axis] != first[axis]):
                 row = {**cell, "axis": axis, "a": first[axis], "b": cell[axis], "rate_a": first["decode_tok_s"]}
                 row["all_reduce"] = " / ".join(dict.fromkeys(c["all_reduce"] or "not known" for c in (first, cell)))
                 rows.append(row | _difference(first, cell, vary))
@@ -212,10 +218,11 @@ def _level(cell: Row) -> Level:
     return "start" if len(cell["tpot_starts"]) > 1 else "round"
 
 
-def _observations(cell: Row, level: Level) -> list[float]:
-    starts = cell["tpot_starts"]
+def _observations(cell: Row, level: Level, key: str = "tpot_starts") -> list[float]:
+    """Seconds a token (`tpot_starts`) or a step (`step_starts`): of each start, or of each round."""
+    starts = cell[key]
     if level == "round":
-        return [seconds / tokens for start in starts for seconds, tokens in start]
+        return [seconds / units for start in starts for seconds, units in start]
     return [sum(s for s, _ in start) / sum(n for _, n in start) for start in starts]
 
 
@@ -240,6 +247,39 @@ def _figures(cell: Row, cells: Sequence[Row]) -> dict[str, Any]:
         return {**row, "speedup": None, "note": found}
     row |= {"speedup": found.ratio, "speedup_low": found.low, "speedup_high": found.high, "note": found.verdict}
     return {**row, "speedup_p": found.p_value, "speedup_n": found.n_other, "speedup_n_baseline": found.n_baseline}
+
+
+def _break_even(cell: Row, cells: Sequence[Row]) -> dict[str, Any]:
+    """The accept length from which a speculative step is worth its time: its duration in autoregressive steps."""
+    keys = ("break_even", "break_even_low", "break_even_high")
+    if cell["method"] == "auto":
+        return dict.fromkeys(keys)
+    base = [
+        c for c in cells if c["method"] == "auto" and not _unequal(c, cell, (*METHOD_FIELDS, "simulated", "server_env"))
+    ]
+    both = [cell, *base[:1]]
+    level: Level = "start" if all(len(c["step_starts"]) > 1 for c in both) else "round"
+    sides = [_observations(c, level, "step_starts") for c in both]
+    if not base or min(map(len, sides)) < 2:
+        return dict.fromkeys(keys)
+    return dict(zip(keys, log_ratio(*sides)[:3], strict=True))
+
+
+def _floor(cell: Row, campaigns: Sequence[Campaign]) -> dict[str, Any]:
+    """The highest decode rate that the measured bandwidth allows an autoregressive request, and the share reached."""
+    nothing = {"floor_tok_s": None, "floor_share": None}
+    campaign = next(c for c in campaigns if c.name == cell["campaign"])
+    config = next(r.record.environment.get("model_config") for r in campaign.runs if r.name == cell["run"])
+    if cell["method"] != "auto" or not campaign.bandwidth or not config or not cell["n_requests"]:
+        return nothing
+    context = ((cell["prompt_tokens"] or 0) + (cell["completion_tokens"] or 0) / 2) / cell["n_requests"]
+    try:
+        moved = step_bytes(config, tp_size=cell["tp_size"], batch=cell["concurrency"], context_tokens=round(context))
+    except UnavailableError:
+        return nothing
+    floor = floor_tok_s(moved, min(device.copy_gb_s for device in campaign.bandwidth))
+    rate = 1 / log_interval(_observations(cell, _level(cell)))[0] if cell["tpot_starts"] else None
+    return {"floor_tok_s": floor, "floor_share": rate and rate / floor}
 
 
 def _speedup(cell: Row, cells: Sequence[Row]) -> Comparison | str:

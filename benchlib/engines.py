@@ -29,6 +29,7 @@ __all__ = [
     "build_launch",
     "check_server_info",
     "engine_version",
+    "flag_value",
     "nccl_variables",
     "needs_gpus",
     "server_python",
@@ -80,17 +81,24 @@ def needs_gpus(spec: RunSpec) -> int:
 
     Ranks of a server that spans hosts (`--nnodes`, `--pp-size` among its flags) are divided over them.
     """
-    if spec.engine == "reference" or spec.attach or _flag(spec, "--device") == "cpu":
+    if spec.engine == "reference" or spec.attach or flag_value(spec, "--device") == "cpu":
         return 0
-    stages, nodes = (int(_flag(spec, name) or 1) for name in ("--pp-size", "--nnodes"))
+    stages, nodes = (_count(spec, name) for name in ("--pp-size", "--nnodes"))
     return max(1, spec.tp_size * stages // nodes)
 
 
-def _flag(spec: RunSpec, name: str) -> str | None:
-    """Value of a flag among the user's own, written `--name value` or `--name=value`; the last one holds."""
+def _count(spec: RunSpec, name: str) -> int:
+    text = flag_value(spec, name) or "1"
+    if not text.isdecimal() or not int(text):
+        raise SpecError(f"{name} {text!r} in server_args is no count: give a number from 1")
+    return int(text)
+
+
+def flag_value(spec: RunSpec, name: str) -> str:
+    """Value of a flag among the user's own, written `--name value` or `--name=value`; the last one holds, else ""."""
     words = [word for argument in spec.server_args for word in argument.split("=", 1)]
     found = [value for flag, value in itertools.pairwise(words) if flag == name]
-    return found[-1] if found else None
+    return found[-1] if found else ""
 
 
 def build_launch(
@@ -167,7 +175,7 @@ def _check_available(spec: RunSpec, known: frozenset[str], engine: str) -> None:
         )
     if spec.engine != "sglang" or spec.method == "auto":
         return
-    if _flag(spec, "--device") == "cpu":
+    if flag_value(spec, "--device") == "cpu":
         raise UnavailableError(
             f"method {spec.method} is unavailable in {engine} on device cpu: it refuses speculation there. "
             "Run it on a GPU, or use engine reference"

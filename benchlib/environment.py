@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from benchlib.engines import engine_version, nccl_variables, server_python
+from benchlib.model_files import read_model
 from benchlib.spec import RunSpec, content_hash
 from benchlib.tuning import read_tuning, tuning_facts
 
@@ -49,6 +50,7 @@ def collect_environment(spec: RunSpec) -> dict[str, Any]:
         "boot_id": _line("/proc/sys/kernel/random/boot_id"),
         "load_average_1m": psutil.getloadavg()[0],
         "gpus": gpus,
+        "model_config": _model_config(spec),
         "tuning": tuning_facts(read_tuning()),
         "identity": {
             "packages": {name: versions[name] for name in IDENTITY_PACKAGES},
@@ -65,6 +67,14 @@ def collect_environment(spec: RunSpec) -> dict[str, Any]:
             "cpu_model": cpu,
         },
     }
+
+
+def _model_config(spec: RunSpec) -> dict[str, Any] | None:
+    """The target's config.json, by which the bytes of a step are counted; None where there is none here."""
+    files = read_model(spec.model_path, env=os.environ, weights=False) if spec.model_path else None
+    if files is None or files.config is None:
+        return None
+    return {key: value for key, value in files.config.items() if key != "vision_config"}
 
 
 def list_gpus() -> list[dict[str, Any]]:

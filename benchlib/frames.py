@@ -19,9 +19,11 @@ from typing import Any
 import pandas as pd
 
 from benchlib import metrics
+from benchlib.ceilings import Bandwidth, load_bandwidth
 from benchlib.errors import RecordError
 from benchlib.record import RequestRecord, RunRecord, load_record, load_requests
 from benchlib.spec import RunSpec
+from benchlib.telemetry import TelemetryRecord, counter_energy_j, energy_j, load_telemetry, throttled_share
 
 __all__ = [
     *("ALL", "CELL_FIELDS", "CONDITION_FIELDS", "METHOD_FIELDS", "Campaign", "LoadedRun", "build_cells"),
@@ -49,8 +51,8 @@ _SERVING = (
 )
 _KEPT = ("run", "label", "variant", "all_reduce", "gpus", *CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")
 _SUMMED = (
-    *("n_requests", "window_s", "completion_tokens", "decode_s", "decode_tokens", "decode_steps"),
-    *("verify_ct", "correct_drafts"),
+    *("n_requests", "window_s", "completion_tokens", "prompt_tokens", "decode_s", "decode_tokens", "decode_steps"),
+    *("verify_ct", "correct_drafts", "energy_j", "throttled_s"),
 )
 _RUN_MARKS = ("record.json", "requests.jsonl", "notebook.ipynb", "server.log")
 
@@ -63,6 +65,7 @@ class LoadedRun:
     name: str
     record: RunRecord
     requests: Sequence[RequestRecord] = field(repr=False)
+    telemetry: TelemetryRecord | None = field(default=None, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -82,6 +85,7 @@ class Campaign:
     name: str
     runs: tuple[LoadedRun, ...]
     broken: dict[str, str] = field(default_factory=dict)
+    bandwidth: tuple[Bandwidth, ...] = ()
 
 
 def find_folder(path: Path | str) -> Path:
@@ -103,12 +107,12 @@ def load_campaign(path: Path | str) -> Campaign:
         try:
             record = load_record(child)
             requests = load_requests(child) if record.requests_sha256 is not None else []
-            runs.append(LoadedRun(folder.name, child.name, record, requests))
+            runs.append(LoadedRun(folder.name, child.name, record, requests, load_telemetry(child)))
         except RecordError as error:
             broken[child.name] = str(error)
     if not runs and not broken:
         raise RecordError(f"{path} holds no run: expected folders such as {folder.name}/tp1-auto/record.json")
-    return Campaign(folder.name, tuple(runs), broken)
+    return Campaign(folder.name, tuple(runs), broken, load_bandwidth(folder))
 
 
 def load_campaigns(paths: Iterable[Path | str]) -> list[Campaign]:
@@ -140,7 +144,12 @@ def build_requests(campaigns: Iterable[Campaign]) -> pd.DataFrame:
     for run in (run for campaign in campaigns for run in campaign.runs):
         condition = condition_of(run)
         digests = {_cell_of(c): c.prompt_sha256 for c in run.record.cells}
-        rows += [{**condition, **_request(r), "prompt_sha256": digests.get(_cell_of(r))} for r in run.requests]
+        mine = [{**condition, **_request(r), "prompt_sha256": digests.get(_cell_of(r))} for r in run.requests]
+        for group in grouped(mine, (*CELL_FIELDS, "round", "warmup")) if run.telemetry else ():
+            power = _power(group, run.telemetry)
+            for row in group:
+                row |= power
+        rows += mine
     return pd.DataFrame(rows).convert_dtypes()
 
 
@@ -284,7 +293,17 @@ def _request(r: RequestRecord) -> Row:
     window = metrics.decode_window(r.ticks)
     last_t, last_n = r.ticks[-1] if r.ticks else (None, None)
     stop = r.end_s if r.end_s is not None else last_t
-    same = ("round", "stream", "warmup", "sent_s", "error", "verify_ct", "correct_drafts", "drafts_histogram")
+    same = (
+        "round",
+        "stream",
+        "warmup",
+        "sent_s",
+        "error",
+        "verify_ct",
+        "correct_drafts",
+        "drafts_histogram",
+        "prompt_tokens",
+    )
     return {
         **{k: getattr(r, k) for k in (*CELL_FIELDS, *same, "finish_reason")},
         "n_requests": 1,
@@ -301,11 +320,30 @@ def _request(r: RequestRecord) -> Row:
     }
 
 
+def _power(group: list[Row], telemetry: TelemetryRecord | None) -> Row:
+    """Joules of all GPUs over a round, and seconds in which the slowest of them was slowed down; None where open."""
+    good = [r for r in group if r["error"] is None and r["stop_s"] is not None]
+    if telemetry is None or not good:
+        return {}
+    window = min(r["sent_s"] for r in good), max(r["stop_s"] for r in good)
+    joules, shares = [], []
+    for gpu in telemetry.uuids:
+        counted = counter_energy_j(telemetry.samples, gpu, *window)
+        joules.append(counted if counted is not None else energy_j(telemetry.samples, gpu, *window))
+        shares.append(throttled_share(telemetry.samples, gpu, *window))
+    slowed = None if None in shares else max(share or 0.0 for share in shares) * (window[1] - window[0])
+    return {"round_energy_j": None if None in joules else sum(j or 0.0 for j in joules), "round_throttled_s": slowed}
+
+
 def _round(group: list[Row]) -> Row:
     good = [r for r in group if r["error"] is None and r["stop_s"] is not None]
     spans = [(r["sent_s"], r["stop_s"]) for r in good]
     window = max(stop for _, stop in spans) - min(start for start, _ in spans) if spans else None
-    rows = [{**r, "window_s": None, "peak_concurrency": None, "accept_length_macro": r["accept_length"]} for r in good]
+    nothing = {"energy_j": None, "throttled_s": None}
+    rows = [
+        {**r, **nothing, "window_s": None, "peak_concurrency": None, "accept_length_macro": r["accept_length"]}
+        for r in good
+    ]
     return {
         **{key: group[0][key] for key in (*_KEPT, "n_prompts", "round")},
         **_pool(rows),
@@ -313,13 +351,17 @@ def _round(group: list[Row]) -> Row:
         "complete": len(good) == len(group),
         "error": next(iter(_texts(group, "error")), None),
         "window_s": window,
+        "energy_j": group[0].get("round_energy_j"),
+        "throttled_s": group[0].get("round_throttled_s"),
         "peak_concurrency": metrics.peak_concurrency(spans),
     }
 
 
 def _cell(group: list[Row]) -> Row:
     good = [r for r in group if r["complete"]]
-    rounds = [[(r["decode_s"], r["decode_tokens"]) for r in s if r["decode_tokens"]] for s in grouped(good, ("run",))]
+    starts = grouped(good, ("run",))
+    rounds = [[(r["decode_s"], r["decode_tokens"]) for r in s if r["decode_tokens"]] for s in starts]
+    steps = [[(r["decode_s"], r["decode_steps"]) for r in s if r["decode_steps"]] for s in starts]
     pooled = _pool(good)
     length = metrics.accept_length((r["correct_drafts"], r["verify_ct"]) for r in good)
     tokens, window = pooled["completion_tokens"], pooled["window_s"]
@@ -331,7 +373,11 @@ def _cell(group: list[Row]) -> Row:
         "n_failed": sum(r["n_failed"] for r in group),
         "error": next(iter(_texts(group, "error")), None),
         "tpot_starts": tuple(tuple(start) for start in rounds if start),
-        "output_throughput_tok_s": tokens / window if tokens and window else None,
+        "step_starts": tuple(tuple(start) for start in steps if start),
+        "energy_per_token_j": _per(pooled["energy_j"], tokens),
+        "power_w": _per(pooled["energy_j"], window),
+        "throttled_share": _per(pooled["throttled_s"], window),
+        "output_throughput_tok_s": _per(tokens, window),
         "accept_length": length,
         "full_block_share": metrics.full_block_share(pooled["drafts_histogram"], group[0]["block_size"]),
         "step_ms": metrics.step_ms(pooled["decode_s"], pooled["decode_steps"]),
@@ -348,6 +394,10 @@ def _pool(rows: Sequence[Row]) -> Row:
         "drafts_histogram": metrics.add_histograms(r["drafts_histogram"] for r in rows),
         "peak_concurrency": _reduced(rows, "peak_concurrency", max),
     }
+
+
+def _per(value: float | None, by: float | None) -> float | None:
+    return value / by if value is not None and by else None
 
 
 def _reduced(rows: Sequence[Row], key: str, how: Callable[[list[float]], float]) -> float | None:

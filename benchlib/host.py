@@ -8,14 +8,13 @@ for what it finds; what cannot be read is `skip` with the reason, never `ok`. Wh
 from __future__ import annotations
 
 import errno
-import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from benchlib.engines import needs_gpus, server_python
+from benchlib.engines import flag_value, needs_gpus, server_python
 from benchlib.errors import PlacementError
 from benchlib.model_files import ModelFiles, download_command, is_hub_id, memory_need, read_model
 from benchlib.probe import CUDA_NO_ANSWER, LIMITS, Device, GpuState, Machine, busy_gpus, read_gpu_states
@@ -285,12 +284,6 @@ class _Model(NamedTuple):
     fetch: str
 
 
-def _flag(spec: RunSpec, name: str) -> str:
-    """The value that the user's flags give, written `--name value` or `--name=value`; the last one holds."""
-    words = [word for argument in spec.server_args for word in argument.split("=", 1)]
-    return next((value for flag, value in reversed([*itertools.pairwise(words)]) if flag == name), "")
-
-
 def _read_models(run: _Run) -> Iterator[_Model]:
     spec, env = run.spec, {**run.machine.env, **run.spec.server_env}
     named = [("model", spec.model_path, "--revision", "--load-format")]
@@ -298,7 +291,10 @@ def _read_models(run: _Run) -> Iterator[_Model]:
         flags = ("--speculative-draft-model-revision", "--speculative-draft-load-format")
         named.append(("draft model", spec.draft_model_path, *flags))
     for role, path, pin, load in named:
-        revision, dummy = _flag(spec, pin), (_flag(spec, load) or _flag(spec, "--load-format")) == "dummy"
+        revision, dummy = (
+            flag_value(spec, pin),
+            (flag_value(spec, load) or flag_value(spec, "--load-format")) == "dummy",
+        )
         if path:
             files = read_model(path, env=env, revision=revision or "main", weights=not dummy)
             yield _Model(role, path, files, f"`{download_command(path, revision or None)}`")
@@ -337,13 +333,13 @@ def _check_mount(machine: Machine, role: str, files: ModelFiles) -> Check:
 def _check_fit(run: _Run, models: Mapping[str, ModelFiles]) -> Check:
     spec, own = run.spec, [gpu.memory_free_bytes for gpu in run.own()]
     width = {"auto": 0, "linear": spec.block_size, "ddtree": 1 + (spec.tree_budget or 0)}[spec.method]
-    dtype = _flag(spec, "--mamba-ssm-dtype") or spec.server_env.get("SGLANG_MAMBA_SSM_DTYPE")
+    dtype = flag_value(spec, "--mamba-ssm-dtype") or spec.server_env.get("SGLANG_MAMBA_SSM_DTYPE")
     needs = [
         memory_need(
             files.config or {}, weight_bytes=files.weight_bytes, tp_size=spec.tp_size, state_dtype=dtype,
             requests=spec.max_running_requests, tokens=PROMPT_TOKENS + max(spec.workload.max_new_tokens) + width,
             verify_tokens=width if role == "model" else 0, tree=spec.method == "ddtree",
-            kv_bytes=1 if "fp8" in _flag(spec, "--kv-cache-dtype") else 2,
+            kv_bytes=1 if "fp8" in flag_value(spec, "--kv-cache-dtype") else 2,
         )
         for role, files in models.items()
     ]  # fmt: skip
@@ -351,7 +347,7 @@ def _check_fit(run: _Run, models: Mapping[str, ModelFiles]) -> Check:
     if len(known) < len(models) or len(free) < run.needed:
         what = "free memory is" if len(known) == len(models) else "the memory of this architecture is"
         return _told("GPU memory", "skip", f"{what} not known")
-    share = _flag(spec, "--mem-fraction-static")
+    share = flag_value(spec, "--mem-fraction-static")
     limit = free[run.needed - 1] * (float(share) if re.fullmatch(r"\d*\.?\d+", share) else 1.0)
     names = ("weights", "kv_cache", "states", "verify_states")
     parts = {name: sum(getattr(need, name) or 0 for need in known) for name in names}
@@ -384,7 +380,7 @@ def _check_ports(spec: RunSpec, machine: Machine) -> Check:
     tables = [machine.text(f"proc/net/{name}") or "" for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     taken = {int(row[1].rpartition(":")[2], 16) for row in rows if len(row) > 3 and row[3] == LISTENING}
-    if (port := _flag(spec, "--port")).isdigit() and int(port) in taken:
+    if (port := flag_value(spec, "--port")).isdigit() and int(port) in taken:
         return _told("ports", "fail", f"something listens on port {port} already", "End it, or leave --port out")
     words = (machine.text("proc/sys/net/ipv4/ip_local_port_range") or "").split()
     if len(words) != 2 or not all(word.isdigit() for word in words):

@@ -80,12 +80,16 @@ def busy_here(topology: Topology, states: tuple[GpuState, ...]) -> dict[int, str
     return {**outside, **busy_gpus(states)}
 
 
-def examine(specs: Sequence[RunSpec]) -> tuple[Check, ...]:
-    """Every check of these runs on this machine, each once; a placement that is impossible is a failed check."""
+def examine(specs: Sequence[RunSpec], *, since_boot: str | None = None) -> tuple[Check, ...]:
+    """Every check of these runs on this machine, each once; a placement that is impossible is a failed check.
+
+    `since_boot`: the boot id that the campaign's records were made under.
+    """
     found: dict[Check, None] = {}
-    for spec in {(s.tp_size, s.numa_policy, s.tree_budget): s for s in specs}.values():
+    machine = Machine.here()
+    for spec in {(s.tp_size, s.numa_policy, s.method, s.tree_budget): s for s in specs}.values():
         gpus, problem = _try_place(spec)
-        found |= dict.fromkeys(run_checks(spec, engine=spec.engine, machine=Machine.here(), gpus=gpus))
+        found |= dict.fromkeys(run_checks(spec, engine=spec.engine, machine=machine, gpus=gpus, since_boot=since_boot))
         if problem:
             why = "a run takes the best-linked GPUs that are free, and never worse ones in silence"
             found[Check("placement", "fail", f"{spec.run_name}: {problem}", why, None)] = None

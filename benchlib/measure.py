@@ -17,12 +17,14 @@ from typing import Any
 
 from benchlib.client import call, generate_round, run_async
 from benchlib.errors import RequestError
-from benchlib.nccl import NcclLog, parse_nccl_log
+from benchlib.nccl import parse_nccl_log
 from benchlib.prompts import Prompt, build_prompts
 from benchlib.record import CellRecord, RequestRecord, RunRecord, ServerRecord, run_identity, save_run
+from benchlib.server_log import read_log_facts
 from benchlib.spec import RunSpec
 from benchlib.stream import request_record
-from benchlib.warnings import check_cell, check_run, format_warning
+from benchlib.telemetry import Telemetry, TelemetryRecord, save_telemetry
+from benchlib.warnings import check_cell, check_log, check_run, check_throttling, format_warning
 
 __all__ = ["Measurement", "format_requests", "measure_run", "save_measurement"]
 
@@ -59,6 +61,7 @@ class Measurement:
     requests: tuple[RequestRecord, ...]
     warnings: tuple[str, ...]
     error: str | None
+    telemetry: TelemetryRecord | None = None
 
 
 def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
@@ -78,22 +81,26 @@ def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
     warnings: list[str] = []
     error, failed_rounds = None, 0
     rounds = [(number, True) for number in range(work.warmups)] + [(number, False) for number in range(work.repeats)]
-    for (number, warmup), cell in itertools.product(rounds, cells):
-        warnings += _flush(server.url)
-        records = _measure_round(spec, server.url, cell, epoch, round=number, warmup=warmup)
-        requests += records
-        failed_rounds = failed_rounds + 1 if all(r.error for r in records) else 0
-        if failed_rounds == MAX_FAILED_ROUNDS:
-            error = f"measuring stopped after {failed_rounds} rounds in a row failed whole, the last with: "
-            error += str(records[0].error)
-            break
+    gpus = server.placement.gpus if server.placement else ()
+    with Telemetry(gpus, epoch=epoch) as telemetry:
+        for (number, warmup), cell in itertools.product(rounds, cells):
+            warnings += _flush(server.url)
+            records = _measure_round(spec, server.url, cell, epoch, round=number, warmup=warmup)
+            requests += records
+            failed_rounds = failed_rounds + 1 if all(r.error for r in records) else 0
+            if failed_rounds == MAX_FAILED_ROUNDS:
+                error = f"measuring stopped after {failed_rounds} rounds in a row failed whole, the last with: "
+                error += str(records[0].error)
+                break
+    seen = telemetry.build_record() if gpus else None
     return Measurement(
         started_at=started_at,
         duration_s=time.perf_counter() - epoch,
-        cells=tuple(_cell_record(cell, cell.timed(requests), limit) for cell in asked),
+        cells=tuple(_cell_record(cell, cell.timed(requests), limit, seen) for cell in asked),
         requests=tuple(requests),
         warnings=tuple(dict.fromkeys(warnings)),
         error=error or _incomplete(cells, requests, limit),
+        telemetry=seen,
     )
 
 
@@ -101,8 +108,13 @@ def save_measurement(
     folder: Path, spec: RunSpec, *, environment: dict[str, Any], server: ServerRecord, measurement: Measurement
 ) -> RunRecord:
     """Write the run's record and requests into `folder`; `status` is failed where a cell could not be measured."""
-    nccl = _read_nccl(folder / server.log) if spec.tp_size > 1 and server.log else None
-    warnings = check_run(spec, environment, server, nccl)
+    path = folder / server.log
+    log = path.read_text(encoding="utf-8", errors="replace") if server.log and path.is_file() else ""
+    nccl = parse_nccl_log(log) if spec.tp_size > 1 and log else None
+    warnings = (
+        *check_run(spec, environment, server, nccl),
+        *(check_log(read_log_facts(log)) if server.placement else ()),
+    )
     record = RunRecord(
         status="failed" if measurement.error else "ok",
         error=measurement.error and "; ".join(filter(None, (server.death, measurement.error))),
@@ -116,11 +128,9 @@ def save_measurement(
         cells=measurement.cells,
         warnings=(*warnings, *measurement.warnings),
     )
+    if measurement.telemetry:
+        save_telemetry(folder, measurement.telemetry)
     return save_run(folder, record, measurement.requests)
-
-
-def _read_nccl(log: Path) -> NcclLog | None:
-    return parse_nccl_log(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else None
 
 
 def format_requests(measurement: Measurement) -> str:
@@ -178,7 +188,10 @@ def _flush(url: str) -> list[str]:
     return [format_warning("cache-not-flushed", status=status)]
 
 
-def _cell_record(cell: Cell, timed: Sequence[RequestRecord], limit: int) -> CellRecord:
+def _cell_record(
+    cell: Cell, timed: Sequence[RequestRecord], limit: int, telemetry: TelemetryRecord | None
+) -> CellRecord:
+    slowed = check_throttling(timed, telemetry) if telemetry else ()
     capped = format_warning("requests-capped", limit=limit, asked=cell.concurrency)
     return CellRecord(
         prompt=cell.prompt.name,
@@ -186,7 +199,7 @@ def _cell_record(cell: Cell, timed: Sequence[RequestRecord], limit: int) -> Cell
         concurrency=cell.concurrency,
         rounds=len({r.round for r in timed}),
         prompt_sha256=cell.prompt.sha256,
-        warnings=check_cell(timed) if cell.concurrency <= limit else (capped,),
+        warnings=(*check_cell(timed), *slowed) if cell.concurrency <= limit else (capped,),
     )
 
 

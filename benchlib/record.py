@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +26,8 @@ from benchlib.placement import Placement
 from benchlib.spec import Frozen, RunSpec, content_hash
 
 __all__ = [
-    "SCHEMA_VERSION", "CellRecord", "RequestRecord", "RunRecord", "ServerRecord", "load_record", "load_requests",
-    "run_folder", "run_identity", "save_run", "write_atomic",
+    "SCHEMA_VERSION", "CellRecord", "RequestRecord", "RunRecord", "ServerRecord", "boot_of", "load_record",
+    "load_requests", "run_folder", "run_identity", "save_run", "write_atomic",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 2
@@ -176,6 +177,14 @@ def load_record(folder: Path | str) -> RunRecord:
                 "it was cut or changed; run the sweep again"
             )
     return record
+
+
+def boot_of(campaign: Path) -> str | None:
+    """The boot id that a campaign's first readable record was made under; None where it has none yet."""
+    for path in sorted(campaign.glob("*/record.json")):
+        with suppress(RecordError):
+            return load_record(path.parent).environment.get("boot_id")
+    return None
 
 
 def load_requests(folder: Path | str) -> Sequence[RequestRecord]:

@@ -43,6 +43,7 @@ DEATH_S = 2.0  # from a lost connection until the process is seen to be gone
 GRACE_S = 15.0  # SGLang sleeps five seconds in its shutdown
 STOP_TIMEOUT_S = 30.0
 LOG_LINES = 20
+LOOK_S, DOOMED_S, TAIL_BYTES = 1.0, 3.0, 2**18
 # Some names hold "token" yet count or name no secret.
 SECRET = re.compile(r"key|password|secret|(?<!first_)token(?!s|izer|_usage|_latency|_map)", re.IGNORECASE)
 
@@ -58,7 +59,7 @@ class Server:
         return True
 
     def death(self) -> str | None:
-        """Why it ended by itself; None while it runs, and where that is not known here."""
+        """Why it ended by itself once it was ready; None while it runs, and where that is not known here."""
         return None
 
     def stop(self) -> None:
@@ -129,12 +130,13 @@ class Starting(Server):
 
     def __init__(self, spec: RunSpec, *, folder: Path, port: int | None = None) -> None:
         self._spec, self._folder, self._port = spec, folder, port or _free_port()
+        build_launch(spec, host=HOST, port=self._port)  # what the engine lacks matters more than what the machine does
         self._allotment = given = allot(spec)
         launch = build_launch(spec, host=HOST, port=self._port, placement=given.placement)
         argv = (*given.binding.prefix, *launch.argv)
         cpus = ",".join(map(str, given.binding.cpus or ()))
         folder.mkdir(parents=True, exist_ok=True)
-        self._stopped, self._died = False, 0.0
+        self._stopped, self._died, self._doomed, self._look_at = False, 0.0, 0.0, 0.0
         self._began = time.monotonic()
         # The supervisor, and through it the server's process group.
         self._process = subprocess.Popen(
@@ -172,6 +174,7 @@ class Starting(Server):
             # Not at once: whoever measures it notices too, and keeps what was measured until then.
             if self.exit_code() is not None and self._since_death_s() > NOTICE_S:
                 raise ServerError(self.death() or "")
+            self._check_log()
             return True
         seconds, limit = time.monotonic() - self._began, self._spec.startup_timeout_s
         if (code := self.exit_code()) is not None:
@@ -179,6 +182,7 @@ class Starting(Server):
         if seconds > limit:
             raise self.failure(f"was not ready after {limit:g} s (startup_timeout_s)")
         if not (_says_ready(self.record.url) and self._owns_port()):
+            self._check_log()
             return False
         self._send_canary(min(max(limit - seconds, 1.0), CANARY_TIMEOUT_S))
         startup_s = time.monotonic() - self._began
@@ -192,12 +196,30 @@ class Starting(Server):
         self._write()
         return True
 
+    def _check_log(self) -> None:
+        """ServerError once the log has told of a fatal error for a while: SGLang may hang after one, or dump for a minute.
+
+        Only its end is looked at: what came before was survived.
+        """
+        if (now := time.monotonic()) < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        log = self._folder / LOG_FILE
+        cause = explain_death(_tail(log), None) if log.is_file() else None
+        if cause is None or cause.kind == "killed":
+            self._doomed = 0.0
+        elif not self._doomed:
+            self._doomed = now
+        elif now - self._doomed > DOOMED_S:
+            raise self.failure("reported a fatal error and did not end")
+
     def _since_death_s(self) -> float:
         self._died = self._died or time.monotonic()
         return time.monotonic() - self._died
 
     def death(self) -> str | None:
-        if (code := self.exit_code()) is None or self._stopped:
+        code, ready = self.exit_code(), self.record.startup_s is not None
+        if code is None or self._stopped or not ready:
             return self.record.death
         return str(self.failure(f"exited with code {code} while it was measured"))
 
@@ -275,6 +297,12 @@ class Starting(Server):
             raise ServerError(f"processes of the server survived SIGKILL: {survivors}. End them by hand")
         if given := self._allotment.placement:
             wait_for_release(given, self._allotment.before)
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode("utf-8", errors="replace")
 
 
 def _session(pid: int | None) -> int | None:

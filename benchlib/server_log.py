@@ -107,20 +107,21 @@ def _killed(number: int, line: str) -> Cause:
 def _first_errors(text: str) -> list[str]:
     """Last lines of the tracebacks of the first error that the server did not outlive, or the line that tells it."""
     found: list[str] = []
-    doomed = inside = wanted = chained = False
+    doomed = fatal = inside = wanted = chained = False
     before = ""
     for whole in filter(str.strip, text.splitlines()):
         line = STAMP.sub("", whole[:WIDTH]) if whole.startswith("[rank") else whole[:WIDTH]
         if TRACEBACK in line:
             # A traceback that follows from the one above it shares its fate.
             fatal = "hit an exception" in line and not doomed
-            found = [] if fatal else found
-            wanted = wanted if chained else not found and not HARMLESS.search(before + line)
-            inside, chained, doomed = True, False, doomed or fatal
+            wanted = wanted if chained else fatal or not (found or HARMLESS.search(before + line))
+            inside, chained = True, False
         elif inside and RAISED.match(line):
             inside = False
-            found += [line] * (wanted and not ECHO.match(line))
-        elif found and found[-1].endswith(": "):  # a message that begins on the next line
+            if wanted and not ECHO.match(line):
+                # What came before a scheduler's end did not end it.
+                found, doomed, fatal = [line] if fatal else [*found, line], doomed or fatal, False
+        elif found and before == found[-1] and before.endswith(": "):  # a message that begins on the next line
             found[-1] += line
         elif CHAINED.match(line):
             chained = True

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -262,6 +263,9 @@ class Sweep(Conditions, Axes):
             block = [_checked(RunSpec, {**shared, **own, "start": start}, "run") for n, own in blocks if start <= n]
             ordering.shuffle(block)
             runs += block
+        # One folder holds one run: a variant may be named like another axis' value.
+        if twice := sorted(name for name, n in Counter(run.run_name for run in runs).items() if n > 1):
+            raise SpecError(f"sweep {self.name} gives two conditions one name, {', '.join(twice)}: rename the variant")
         return runs
 
 

@@ -144,12 +144,12 @@ def _compares_nothing(spec: RunSpec, custom_all_reduce: bool | None) -> str | No
 
 
 def select_runs(sweep: Sweep, only: Sequence[str] = ()) -> list[RunSpec]:
-    """The sweep's runs in measuring order; `only` names runs (`tp1-b16.2`) or conditions (`tp1-b16`)."""
+    """The sweep's runs in measuring order; `only` names runs (`tp1-b16.1`, `tp1-b16.2`) or conditions (`tp1-b16`)."""
     runs = sweep.runs()
-    known = {name for run in runs for name in (run.run_name, run.condition_name)}
-    if unknown := [name for name in only if name not in known]:
-        raise SpecError(f"sweep {sweep.name} has no run {unknown}; it has {sorted(known)}")
-    return [r for r in runs if not only or r.run_name in only or r.condition_name in only]
+    names = [(run.condition_name, f"{run.condition_name}.{run.start}") for run in runs]
+    if unknown := sorted(set(only) - {name for both in names for name in both}):
+        raise SpecError(f"sweep {sweep.name} has no run {unknown}; it has {sorted({both[0] for both in names})}")
+    return [run for run, both in zip(runs, names, strict=True) if not only or set(both) & set(only)]
 
 
 def run_sweep(

@@ -11,10 +11,11 @@ from typing import Any
 
 import pandas as pd
 
-from benchlib.compare import BASELINE, ONE_ROUND, ONE_START, compare
+from benchlib.compare import AB_AXES, BASELINE, ONE_ROUND, ONE_START, compare
 from benchlib.errors import ComparisonError
 from benchlib.frames import ALL, Row, grouped, method_label, rows_of
 from benchlib.metrics import METRICS
+from benchlib.telemetry import MAX_THROTTLED_SHARE
 from benchlib.typeset import Cell, Column, Table, redact
 
 __all__ = ["build_tables", "frame_table", "group_heading", "group_of", "span"]
@@ -58,6 +59,14 @@ _AB_NOTE = (
     "Decode's all-reduce, read from the servers' logs: where it is custom it goes past NCCL, and an NCCL profile "
     "compares nothing."
 )
+_COSTS = ("step_ms", "break_even", "floor_tok_s", "floor_share", "energy_per_token_j", "power_w", "throttled_share")
+_COSTS_CAPTION = "What a step costs, all prompts pooled: time, ceiling, energy"
+_COSTS_NOTE = (
+    "Break-even: the step's time in autoregressive steps, so the accept length from which it pays; a property of the "
+    "shapes, as valid with random weights or forced acceptance. Ceiling: the rate if a step took no longer than moving "
+    "its weights, state and cache at the copy bandwidth measured on this GPU. Energy: of all GPUs over whole rounds "
+    "with prefill. Slowed: share of the time under a power cap or thermal limit; above 5% the method's name is marked."
+)
 _ACCEPT_CAPTION = "Accept length and share of whole blocks, by prompt and budget"
 _ACCEPT_NOTE = "Accept: 1 + accepted drafts / verify steps, pooled. Full: share of steps that accept the whole block."
 
@@ -81,6 +90,9 @@ def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame,
         _table("speedup", "Speedup over autoregressive decoding, by prompt", speedup, rows, notes),
         _table("steps", "Milliseconds a verify step, by prompt", steps, rows, (source,)),
         _table("accept", _ACCEPT_CAPTION, accept, drafted, (_ACCEPT_NOTE, source)),
+        _table(
+            "costs", _COSTS_CAPTION, [("", "", key, ALL) for key in _COSTS], rows, (*notes[:1], _COSTS_NOTE, source)
+        ),
         _scaling_table(rows_of(scaling), notes),
         _ab_table(rows_of(ab), notes),
         Table("cited", _CITED_CAPTION, _texts("Case", "Cited", "Measured here"), cited, (_CITED_NOTE,)),
@@ -159,11 +171,10 @@ def _ab_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
         body.append(group_heading(group[0], campaign=several))
         for r in group:
             sides = f"{_AXES[r['axis']]} {r['b'] or 'without'} against {r['a'] or 'without'}"
-            left, right = (
-                _text_row(sides, method_label(r["method"], r["tree_budget"])),
-                _text_row(r["difference_note"], r["all_reduce"]),
-            )
-            body.append((*left, _cell(r, "difference"), *right))
+            # What both sides share beside the method tells the rows of a study of several axes apart.
+            shared = [r[axis] for axis, (_, default) in AB_AXES.items() if axis != r["axis"] and r[axis] != default]
+            left = _text_row(sides, ", ".join([method_label(r["method"], r["tree_budget"]), *shared]))
+            body.append((*left, _cell(r, "difference"), *_text_row(r["difference_note"], r["all_reduce"])))
     empty = "No two conditions differ in an NCCL profile, a NUMA policy or a variant alone."
     caption = "Differences in decode rate between conditions that vary in one setting, all prompts pooled"
     return Table("ab", caption, columns, tuple(body) or (empty,), (*notes, _AB_NOTE))
@@ -213,6 +224,8 @@ def _explained(note: str) -> tuple[str, str]:
 def _row_label(run: Sequence[Row]) -> str:
     """The method; for failed starts also their names, which the notes below the table explain."""
     label, (first, *others) = str(run[0]["label"]), dict.fromkeys(r["run"] for r in run)
+    if any((r.get("throttled_share") or 0) > MAX_THROTTLED_SHARE for r in run):
+        label += " (slowed)"
     if run[0]["status"] == "ok" or label == first:
         return label
     return f"{label} ({first}{f' and {len(others)} more' if others else ''})"

@@ -20,13 +20,13 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import Field, ValidationError
 
 from benchlib.errors import BenchlibError, RecordError, SpecError
-from benchlib.record import write_atomic
+from benchlib.record import RequestRecord, write_atomic
 from benchlib.spec import Frozen
 from benchlib.topology import nvml_session
 
 __all__ = [
     "MAX_THROTTLED_SHARE", "Sample", "Telemetry", "TelemetryRecord", "clock_range", "counter_energy_j", "energy_j",
-    "load_telemetry", "mean_power_w", "save_telemetry", "throttled_share",
+    "load_telemetry", "mean_power_w", "mean_share", "round_windows", "save_telemetry", "throttled_share",
 ]  # fmt: skip
 
 TELEMETRY_FILE = "telemetry.json"
@@ -168,9 +168,9 @@ def _read(nvml: Any, handle: Any, *, pcie: bool) -> tuple[Any, ...]:
     )
 
 
-def save_telemetry(folder: Path, telemetry: Telemetry) -> None:
-    """Write `telemetry.json` into a run's folder; an inert one too, for its reason."""
-    write_atomic(folder / TELEMETRY_FILE, telemetry.build_record().model_dump_json().encode() + b"\n")
+def save_telemetry(folder: Path, telemetry: TelemetryRecord) -> None:
+    """Write `telemetry.json` into a run's folder; one without samples too, for its reason."""
+    write_atomic(folder / TELEMETRY_FILE, telemetry.model_dump_json().encode() + b"\n")
 
 
 def load_telemetry(folder: Path | str) -> TelemetryRecord | None:
@@ -217,6 +217,24 @@ def throttled_share(samples: Sequence[Sample], gpu: int, start_s: float, end_s: 
     if pieces is None:
         return None
     return sum(piece.seconds for piece in pieces if int(piece.first) & SLOWING_REASONS) / (end_s - start_s)
+
+
+def mean_share(samples: Sequence[Sample], gpu: int, windows: Sequence[tuple[float, float]]) -> float | None:
+    """`throttled_share` over several windows together, seconds by seconds; None where one of them is open."""
+    shares = [throttled_share(samples, gpu, *window) for window in windows]
+    if not shares or None in shares:
+        return None
+    lengths = [end - start for start, end in windows]
+    return sum(s * n for s, n in zip(shares, lengths, strict=True) if s is not None) / sum(lengths)
+
+
+def round_windows(requests: Sequence[RequestRecord]) -> list[tuple[float, float]]:
+    """(first sent, last token) of each round among a cell's whole requests, seconds from the run's epoch."""
+    rounds: dict[int, list[RequestRecord]] = {}
+    for request in requests:
+        if request.error is None and request.ticks:
+            rounds.setdefault(request.round, []).append(request)
+    return [(min(r.sent_s for r in rs), max(r.sent_s + r.ticks[-1][0] for r in rs)) for rs in rounds.values()]
 
 
 def clock_range(samples: Sequence[Sample], gpu: int, start_s: float, end_s: float) -> tuple[int, int] | None:

@@ -12,9 +12,11 @@ from typing import Any
 from benchlib.nccl import NcclLog, variables_differ
 from benchlib.placement import format_devices
 from benchlib.record import RequestRecord, ServerRecord
+from benchlib.server_log import LogFacts
 from benchlib.spec import RunSpec
+from benchlib.telemetry import MAX_THROTTLED_SHARE, TelemetryRecord, mean_share, round_windows
 
-__all__ = ["CODES", "check_cell", "check_run", "format_warning"]
+__all__ = ["CODES", "check_cell", "check_log", "check_run", "check_throttling", "format_warning"]
 
 # Spread above which two rounds can hardly be told from two conditions: a tenth of the speedups looked for.
 MAX_SPREAD = 0.05
@@ -50,6 +52,12 @@ CODES = {
     "custom-all-reduce-off": "SGLang's custom all-reduce was expected on GPUs {gpus} and was not used: {evidence}. "
     "Decode is slower for it; see the server's log.",
     "ended-badly": "after the record was written: {what}. The measurement is whole; see what is left on the machine.",
+    "no-graph": "{n} of {total} logged decode batches ran without a CUDA graph: their steps are longer. Capture the batch "
+    "sizes in use (--cuda-graph-bs-decode).",
+    "retracted": "the server put running requests back {n} times for want of memory: their times hold a queue. Lower "
+    "concurrency, or give its caches more memory.",
+    "throttled": "GPU {gpu} was slowed down for {percent:.0f}% of the timed rounds (power cap or heat, see "
+    "telemetry.json). Raise its power limit or cool it, or read this point as one of a slower GPU.",
     "attached": "the server was started elsewhere: its flags are checked only as far as it reports them.",
 }
 
@@ -72,6 +80,14 @@ def check_cell(timed: Sequence[RequestRecord]) -> tuple[str, ...]:
     return (*found, *_check_spread(_round_rates(whole)))
 
 
+def check_throttling(timed: Sequence[RequestRecord], telemetry: TelemetryRecord) -> tuple[str, ...]:
+    """A warning for each GPU that was slowed down for more than MAX_THROTTLED_SHARE of a cell's timed rounds."""
+    windows = round_windows(timed)
+    shares = {gpu: mean_share(telemetry.samples, gpu, windows) for gpu in telemetry.uuids}
+    slowed = {gpu: share for gpu, share in shares.items() if share is not None and share > MAX_THROTTLED_SHARE}
+    return tuple(format_warning("throttled", gpu=gpu, percent=100 * share) for gpu, share in slowed.items())
+
+
 def check_run(
     spec: RunSpec, environment: dict[str, Any], server: ServerRecord, nccl: NcclLog | None
 ) -> tuple[str, ...]:
@@ -87,6 +103,16 @@ def check_run(
         best = format_devices(placed.worse_than)
         found.append(format_warning("worse-placement", gpus=placed.label, best=best, why=placed.reason))
     return (*found, *_check_collectives(spec, server, nccl))
+
+
+def check_log(facts: LogFacts) -> tuple[str, ...]:
+    """What an SGLang server's log tells of its decoding that no figure shows."""
+    found = []
+    if facts.without_graph:
+        found.append(format_warning("no-graph", n=facts.without_graph, total=facts.decode_batches))
+    if facts.retractions:
+        found.append(format_warning("retracted", n=facts.retractions))
+    return tuple(found)
 
 
 def _check_collectives(spec: RunSpec, server: ServerRecord, nccl: NcclLog | None) -> list[str]:

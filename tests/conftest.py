@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
+from benchlib import cli
+from benchlib.binding import Binding
+from benchlib.errors import PlacementError
+from benchlib.host import GpuState, Machine
 from benchlib.spec import RunSpec
+from benchlib.topology import Topology, load_topology
 from tests import fake_server
 
 HERE = Path(__file__).parent
@@ -98,3 +104,51 @@ def write_notebook(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / "source.ipynb"
 
     return write
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["benchlib", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[GpuState, ...]]:
+    """Let this machine be a saved one, its GPUs linked as on a box of 8 with two sockets; gives their states.
+
+    `pretend("healthy_8", {1: {"memory_used_bytes": 2**31}})` changes what a GPU shows.
+    """
+
+    def show(host: str = "healthy_8", gpus: dict[int, dict[str, Any]] | None = None) -> tuple[GpuState, ...]:
+        machine = Machine.saved(DATA / "hosts" / host)
+        states: tuple[GpuState, ...] = ()
+        with suppress(PlacementError):
+            states = tuple(dataclasses.replace(g, **(gpus or {}).get(g.index, {})) for g in machine.gpu_states())
+        linked = load_topology(DATA / "topology" / "seed_8x_pcie_two_sockets.txt")
+        named = [dataclasses.replace(g, uuid=s.uuid, name=s.name) for g, s in zip(linked.gpus, states, strict=False)]
+
+        def read_topology() -> Topology:
+            if not states:
+                raise PlacementError("no NVIDIA GPU here")
+            return dataclasses.replace(linked, gpus=tuple(named))
+
+        shown = dataclasses.replace(machine, **({"gpu_states": lambda: states} if states else {}))
+        monkeypatch.setattr(Machine, "here", lambda: shown)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        for module in ("machine", "sweep", "server", "host"):
+            monkeypatch.setattr(f"benchlib.{module}.read_gpu_states", lambda: states)
+        for module in ("machine", "sweep", "topology"):
+            monkeypatch.setattr(f"benchlib.{module}.read_topology", read_topology)
+        # What this machine's own nodes would allow is another's test.
+        monkeypatch.setattr("benchlib.machine.plan_binding", lambda p: Binding((), None, f"to node {p.memory_node}"))
+        return states
+
+    return show

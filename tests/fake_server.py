@@ -24,6 +24,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.001, help="seconds between chunks")
     parser.add_argument("--port", type=int)
     parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--model-path", default="", help=argparse.SUPPRESS)
     parser.add_argument("--max-running-requests", type=int, default=8)
     parser.add_argument("--speculative-algorithm", default=None)
     parser.add_argument("--speculative-num-draft-tokens", type=int, default=None)
@@ -54,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         return {
             "version": "fake 1",
             "tp_size": o.tp_size,
-            "model_path": "",
+            "model_path": o.model_path,
             "vocab_size": 512,
             "api_key": "sesame",
             "max_total_tokens": 4096,

@@ -17,19 +17,34 @@ PACKAGE = Path(benchlib.__file__).parent
 MODULES = {path.stem: path for path in PACKAGE.glob("*.py")} | {"prompts": PACKAGE / "prompts" / "__init__.py"}
 COLLECTING = {
     "errors": set(),
-    "spec": {"errors"},
-    "record": {"errors", "spec"},
+    "nccl": {"errors"},
+    "tuning": {"errors"},
+    "topology": {"errors"},
+    "links": {"errors", "topology"},
+    "placement": {"errors", "links", "topology"},
+    "binding": {"errors", "placement", "topology"},
+    "spec": {"errors", "nccl"},
+    "record": {"errors", "nccl", "placement", "spec"},
     "prompts": {"errors"},
     "stream": {"record"},
     "client": {"errors", "stream"},
-    "engines": {"errors", "spec"},
-    "environment": {"engines", "spec"},
+    "engines": {"errors", "nccl", "placement", "spec"},
+    "environment": {"engines", "spec", "tuning"},
+    "probe": {"errors", "topology"},
+    "model_files": set(),
+    "server_log": {"errors"},
+    "host": {"engines", "errors", "model_files", "probe", "spec"},
+    "machine": {"binding", "engines", "errors", "host", "links", "placement", "spec", "topology"},
+    "telemetry": {"errors", "record", "spec", "topology"},
     "supervisor": set(),
-    "server": {"client", "engines", "errors", "record", "spec", "stream"},
-    "warnings": {"record"},
-    "measure": {"client", "errors", "prompts", "record", "spec", "stream", "warnings"},
+    "server": {"client", "engines", "errors", "host", "machine", "record", "server_log", "spec", "stream"},
+    "warnings": {"nccl", "placement", "record", "spec"},
+    "measure": {"client", "errors", "nccl", "prompts", "record", "spec", "stream", "warnings"},
     "notebook": set(),
-    "sweep": {"environment", "errors", "notebook", "record", "server", "spec"},
+    "sweep": {
+        *("engines", "environment", "errors", "host", "machine", "measure", "notebook", "placement", "record"),
+        *("server", "spec", "topology", "warnings"),
+    },
 }
 ANALYSING = {"metrics", "frames", "compare", "tables", "figures", "headline"}
 SHARED = {"errors", "spec", "record"}
@@ -41,7 +56,7 @@ CONFINED = {
     "uvloop": {"client"},
     "pynvml": {"topology", "host", "environment"},
     "aiohttp": set(),
-    "torch": set(),
+    "torch": {"link_probe", "bandwidth_probe"},  # scripts that the engine's interpreter runs
     "sglang": set(),
 }
 HEAVY = {"torch", "pandas", "matplotlib", "papermill", "scipy", "numpy", "uvloop", "IPython"}
@@ -104,7 +119,7 @@ def test_help_is_quick() -> None:
         if (seconds := time.perf_counter() - began) < 1:
             break
     assert seconds < 1
-    for command in ("plan", "sweep", "summary", "report", "serve"):
+    for command in ("plan", "sweep", "summary", "report", "serve", "topology", "place", "nccl", "doctor", "tune"):
         assert command in done.stdout
 
 

@@ -68,7 +68,7 @@ def test_another_schema_is_refused(tmp_path: Path) -> None:
     save_run(tmp_path, RECORD, [])
     path = tmp_path / "record.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
-    with pytest.raises(RecordError, match="not a record of schema 1: schema_version"):
+    with pytest.raises(RecordError, match="not a record of schema 2: schema_version"):
         load_record(tmp_path)
 
 

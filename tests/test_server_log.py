@@ -51,6 +51,7 @@ def cause(log: str, exit_code: int | None = 1) -> tuple[str, str]:
         ("missing_library", 1, "import error", "ImportError: [sgl_kernel] CRITICAL: Could not load any common_ops"),
         ("missing_module", 137, "import error", "ModuleNotFoundError: No module named 'vllm'"),
         ("index_error", 137, "python error", "IndexError: index is out of bounds for dimension with size 0"),
+        ("port_in_use", 1, "port in use", "[Errno 98] error while attempting to bind on address"),
         ("tp2", 143, "killed", "SIGTERM received."),
     ],
 )
@@ -85,7 +86,7 @@ def test_a_server_that_was_stopped_in_order_has_no_cause() -> None:
          "nccl_port is used by a process already.", "port in use"),
         (f"{CRASH}torch.distributed.DistNetworkError: The server socket has failed to listen on any local network "
          "address. port: 29500, code: -98, name: EADDRINUSE, message: address already in use", "port in use"),
-        (f"{CRASH}RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)", "NCCL error"),
+        (f"{CRASH}RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO)", "NCCL error"),
         (CRASH + NCCL, "NCCL error"),
         ("terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 Rank 1] Process "
          "group watchdog thread terminated with exception: CUDA error: an illegal memory access", "CUDA error"),
@@ -152,9 +153,8 @@ def test_facts_of_real_logs() -> None:
     capped = read_log_facts(read("dflash_capped"))
     assert (capped.decode_batches, capped.without_graph, capped.retractions) == (6, 0, 0)
     assert capped.max_running_requests == 8
-    assert capped.capped_by == (
-        "max_running_requests is capped to 8 by the mamba state cache (max_mamba_cache_size=40, 5 state slots per request)"
-    )
+    slots = "max_mamba_cache_size=40, 5 state slots per request"
+    assert capped.capped_by == f"max_running_requests is capped to 8 by the mamba state cache ({slots})"
     for name in ("small", "tp2"):
         facts = read_log_facts(read(name))
         assert (facts.decode_batches, facts.without_graph, facts.max_running_requests) == (6, 0, 16)
@@ -212,7 +212,8 @@ def test_any_text_can_be_read(log: str, exit_code: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [DECODE.format(" TP0", "True"), "\n", "x", "Decode batch", f" {RAISE}", "#retracted_reqs: 1"]
+    "text",
+    [DECODE.format(" TP0", "True"), "\n", "x", "Decode batch", f" {RAISE}", "#retracted_reqs: 1", f"{CRASH}E: \n"],
 )
 def test_long_logs_are_read_quickly(text: str) -> None:
     log = text * (10_000_000 // len(text))

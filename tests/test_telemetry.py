@@ -156,7 +156,7 @@ def test_without_a_driver_it_is_inert_and_says_why(monkeypatch: pytest.MonkeyPat
     with Telemetry([0]) as telemetry:
         pass
     assert telemetry.reason == "NVML cannot be used: driver not loaded"
-    save_telemetry(tmp_path, telemetry)
+    save_telemetry(tmp_path, telemetry.build_record())
     record = load_telemetry(tmp_path)
     assert record is not None
     assert (record.samples, record.reason) == ((), telemetry.reason)
@@ -184,7 +184,7 @@ def test_rates_it_cannot_keep_are_refused(hz: float) -> None:
 def test_the_file_holds_what_was_sampled(tmp_path: Path) -> None:
     assert load_telemetry(tmp_path) is None
     done = sample_until(Telemetry([0, 1], hz=20, pynvml=FakeNvml()), 4)
-    save_telemetry(tmp_path, done)
+    save_telemetry(tmp_path, done.build_record())
     record = load_telemetry(tmp_path)
     assert record == done.build_record()
     assert record.uuids == {0: "GPU-0", 1: "GPU-1"}
