@@ -197,7 +197,7 @@ class Starting(Server):
         return True
 
     def _check_log(self) -> None:
-        """ServerError once the log has told of a fatal error for a while: SGLang may hang after one, or dump for a minute.
+        """ServerError once the log has told of a fatal error for a while: SGLang may hang after one, or dump long.
 
         Only its end is looked at: what came before was survived.
         """
@@ -218,9 +218,11 @@ class Starting(Server):
         return time.monotonic() - self._died
 
     def death(self) -> str | None:
-        code, ready = self.exit_code(), self.record.startup_s is not None
-        if code is None or self._stopped or not ready:
+        if self._stopped or self.record.startup_s is None:
             return self.record.death
+        # Its supervisor notices a moment after it is gone.
+        if (code := self.exit_code(wait_s=0.0 if _runs(self._pid) else DEATH_S)) is None:
+            return None
         return str(self.failure(f"exited with code {code} while it was measured"))
 
     def _write(self) -> None:
@@ -309,6 +311,12 @@ def _session(pid: int | None) -> int | None:
     with suppress(ProcessLookupError, PermissionError):
         return None if pid is None else os.getsid(pid)
     return None
+
+
+def _runs(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return _lives(psutil.Process(pid))
+    return False
 
 
 def _lives(process: psutil.Process) -> bool:

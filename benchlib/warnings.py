@@ -52,8 +52,8 @@ CODES = {
     "custom-all-reduce-off": "SGLang's custom all-reduce was expected on GPUs {gpus} and was not used: {evidence}. "
     "Decode is slower for it; see the server's log.",
     "ended-badly": "after the record was written: {what}. The measurement is whole; see what is left on the machine.",
-    "no-graph": "{n} of {total} logged decode batches ran without a CUDA graph: their steps are longer. Capture the batch "
-    "sizes in use (--cuda-graph-bs-decode).",
+    "no-graph": "{n} of {total} logged decode batches ran without a CUDA graph: their steps are longer. Capture the "
+    "batch sizes in use (--cuda-graph-bs-decode).",
     "retracted": "the server put running requests back {n} times for want of memory: their times hold a queue. Lower "
     "concurrency, or give its caches more memory.",
     "throttled": "GPU {gpu} was slowed down for {percent:.0f}% of the timed rounds (power cap or heat, see "

@@ -153,9 +153,9 @@ def test_no_response_at_all_is_an_error() -> None:
     assert record(exchange(b"zz\r\nx", head=HEAD + b"Transfer-Encoding: chunked\r\n")).error
 
 
-def stream(url: str, tokens: int = 16, streams: int = 1, timeout_s: float = 5.0) -> list[RequestRecord]:
+def stream(url: str, tokens: int = 16, streams: int = 1, timeout_s: float = 5.0, **more: float) -> list[RequestRecord]:
     body = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": tokens}}
-    exchanges = run_async(generate_round(url, [body] * streams, timeout_s=timeout_s))
+    exchanges = run_async(generate_round(url, [body] * streams, timeout_s=timeout_s, **more))
     return [record(ex, asked=tokens) for ex in exchanges]
 
 
@@ -197,6 +197,21 @@ def test_a_stalled_request_times_out(serve: Serve) -> None:
     (r,) = stream(serve("--mode", "stall"), timeout_s=0.3)
     assert r.error == "no end after 0.3 s"
     assert time.monotonic() - began < 2
+
+
+def test_a_silent_request_is_given_up_early(serve: Serve) -> None:
+    began = time.monotonic()
+    (r,) = stream(serve("--mode", "stall"), timeout_s=60, stall_s=0.3)
+    assert r.error == "no byte for 0.3 s: it hangs"
+    assert 0.3 <= time.monotonic() - began < 3
+    # Whichever comes first tells why.
+    (r,) = stream(serve("--mode", "stall"), timeout_s=0.2, stall_s=0.3)
+    assert r.error == "no end after 0.2 s"
+
+
+def test_a_slow_stream_is_no_silent_one(serve: Serve) -> None:
+    (r,) = stream(serve("--pause", "0.1"), tokens=6, stall_s=0.4)  # 0.6 s in all
+    assert (r.error, len(r.ticks)) == (None, 6)
 
 
 def test_a_stream_that_slows_down_keeps_what_came(serve: Serve) -> None:

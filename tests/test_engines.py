@@ -17,22 +17,35 @@ from benchlib.engines import (
     build_launch,
     check_server_info,
     engine_version,
+    flag_value,
+    needs_gpus,
     server_python,
     verify_tokens,
 )
 from benchlib.errors import ServerError, SpecError, UnavailableError
+from benchlib.placement import Placement, place_gpus
 from benchlib.spec import RunSpec
+from benchlib.topology import load_topology
 
 DATA = Path(__file__).parent / "data"
 STOCK_FLAGS = (
     "--model-path --host --port --tp-size --random-seed --max-running-requests --enable-metrics --disable-radix-cache "
     "--disable-flashinfer-autotune --min-free-slots-delay --speculative-algorithm --speculative-draft-model-path "
-    "--speculative-num-draft-tokens --device"
+    "--speculative-num-draft-tokens --device --page-size --mamba-ssm-dtype --cuda-graph-bs-decode --nnodes"
 )
+SEED_MACHINE = load_topology(DATA / "topology" / "seed_8x_pcie_two_sockets.txt")
 
 
 def launch(**parameters: Any) -> list[str]:
     return list(build_launch(RunSpec.from_parameters(parameters), host="127.0.0.1", port=9).argv)
+
+
+def sglang(**parameters: Any) -> RunSpec:
+    return RunSpec.from_parameters({"engine": "sglang", "model_path": "m", "server_python": "python", **parameters})
+
+
+def env(spec: RunSpec, placement: Placement | None = None) -> dict[str, str]:
+    return build_launch(spec, host="127.0.0.1", port=9, placement=placement, probe=False).env
 
 
 def value(argv: list[str], flag: str) -> str:
@@ -179,3 +192,109 @@ def test_server_info_is_held_to_the_plan() -> None:
         check_server_info(RunSpec(method="linear", block_size=8, model_path="other"), info)
     with pytest.raises(ServerError, match="speculative_ddtree_budget is not reported, planned 4"):
         check_server_info(RunSpec(method="ddtree", tree_budget=4), {"speculative_algorithm": "DDTREE"})
+
+
+def test_a_placed_server_sees_its_gpus_by_number() -> None:
+    """UUIDs would switch off SGLang's custom all-reduce."""
+    placement = place_gpus(SEED_MACHINE, 4, busy={0: "named busy"})
+    assert env(sglang(tp_size=4), placement) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "4,5,6,7", "NCCL_DEBUG": "INFO",
+    }  # fmt: skip
+
+
+def test_nccl_variables_are_set_where_there_are_ranks() -> None:
+    one = place_gpus(SEED_MACHINE, 1)
+    assert env(sglang(), one) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0"}
+    profile = {"NCCL_IB_DISABLE": "1", "NCCL_P2P_LEVEL": "5", "NCCL_MIN_NCHANNELS": "8"}
+    assert env(sglang(tp_size=2, nccl_profile="production")) == {"NCCL_DEBUG": "INFO", **profile}
+    assert env(RunSpec(tp_size=2)) == {}
+
+
+def test_the_users_variables_win_over_derived_ones() -> None:
+    given = {"NCCL_DEBUG": "WARN", "NCCL_MIN_NCHANNELS": "2", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    spec = sglang(tp_size=2, nccl_profile="production", server_env=given)
+    found = env(spec, place_gpus(SEED_MACHINE, 2))
+    assert {name: found[name] for name in given} == given
+    assert (found["NCCL_P2P_LEVEL"], found["CUDA_VISIBLE_DEVICES"]) == ("5", "0,1")
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes"),
+    [(8, ["1", "2", "4", "8"]), (6, ["1", "2", "4", "6"]), (1, ["1"]), (17, ["1", "2", "4", "8", "16", "17"])],
+)
+def test_gpu_conditions_are_matched(stock: str, limit: int, sizes: list[str]) -> None:
+    """Speculative and plain servers capture other CUDA graphs by default."""
+    argv = launch(engine="sglang", server_python=stock, model_path="m", max_running_requests=limit, concurrency=[1])
+    assert (value(argv, "--page-size"), value(argv, "--mamba-ssm-dtype")) == ("1", "float32")
+    at = argv.index("--cuda-graph-bs-decode") + 1
+    assert argv[at : at + len(sizes)] == sizes
+    assert argv[at + len(sizes)].startswith("--")
+
+
+def test_the_users_own_graph_sizes_replace_the_matched_ones(stock: str) -> None:
+    own = ["--cuda-graph-bs-decode", "3", "--page-size=64"]
+    argv = launch(engine="sglang", server_python=stock, model_path="m", server_args=own)
+    assert argv[-3:] == own
+    assert argv.count("--cuda-graph-bs-decode") == 1
+    assert "--page-size" not in argv
+
+
+@pytest.mark.parametrize("device", [["--device", "cpu"], ["--device=cpu"]])
+def test_a_server_on_the_cpu_has_nothing_of_a_gpu(stock: str, device: list[str]) -> None:
+    spec = sglang(server_python=stock, tp_size=2, server_args=device)
+    found = build_launch(spec, host="h", port=1)
+    assert (needs_gpus(spec), found.env) == (0, {})
+    assert not {"--page-size", "--mamba-ssm-dtype", "--cuda-graph-bs-decode"} & set(found.argv)
+    assert "--disable-radix-cache" in found.argv
+
+
+@pytest.mark.parametrize(
+    ("spec", "gpus"),
+    [
+        (RunSpec(tp_size=2), 0),
+        (sglang(tp_size=8), 8),
+        (sglang(tp_size=8, attach="http://h:1"), 0),
+        (sglang(tp_size=8, server_args=["--nnodes", "2", "--node-rank", "0"]), 4),
+        (sglang(tp_size=8, server_args=["--nnodes=2", "--pp-size=2"]), 8),
+        (sglang(tp_size=1, server_args=["--nnodes", "2"]), 1),
+        (sglang(tp_size=2, server_args=["--nnodes", "4", "--nnodes", "1"]), 2),
+    ],
+)
+def test_gpus_of_this_host(spec: RunSpec, gpus: int) -> None:
+    assert needs_gpus(spec) == gpus
+
+
+@pytest.mark.parametrize("flags", [["--nnodes", "x"], ["--nnodes=0"], ["--pp-size", "-2"], ["--pp-size=1.5"]])
+def test_a_count_that_is_none_is_refused(flags: list[str]) -> None:
+    with pytest.raises(SpecError, match=r"in server_args is no count: give a number from 1"):
+        needs_gpus(sglang(server_args=flags))
+
+
+def test_flag_values() -> None:
+    spec = sglang(server_args=["--a", "1", "--b=x=y", "--c", "--a=2", "--d"])
+    assert [flag_value(spec, f"--{name}") for name in "abde"] == ["2", "x=y", "", ""]
+
+
+def test_probes_get_the_servers_variables(tmp_path: Path) -> None:
+    """They may say where the engine lies."""
+    script = tmp_path / "python"
+    answer = f'if [ "$1" = "-c" ]; then echo "$ENGINE_AT"; elif [ "$ENGINE_AT" ]; then echo "{STOCK_FLAGS}"; fi'
+    script.write_text(f"#!/bin/sh\n{answer}\n")
+    script.chmod(0o755)
+    with pytest.raises(UnavailableError, match="engine sglang is unavailable"):
+        build_launch(sglang(server_python=str(script)), host="h", port=1)
+    there = sglang(server_python=str(script), server_env={"ENGINE_AT": "9.9"}, method="ddtree", tree_budget=4)
+    with pytest.raises(UnavailableError, match=r"unavailable in sglang 9\.9:"):
+        build_launch(there, host="h", port=1)
+
+
+def test_a_plan_for_another_machine_needs_no_sglang() -> None:
+    spec = sglang(server_python="/nowhere/python", method="ddtree", tree_budget=64, draft_model_path="d")
+    argv = list(build_launch(spec, host="127.0.0.1", port=9, probe=False).argv)
+    assert argv[:3] == ["/nowhere/python", "-m", "sglang.launch_server"]
+    assert value(argv, "--speculative-ddtree-budget") == "64"
+    assert value(argv, "--cuda-graph-bs-decode") == "1"
+    with pytest.raises(UnavailableError, match="cannot ask"):
+        build_launch(spec, host="127.0.0.1", port=9)
+    with pytest.raises(SpecError, match="no default model"):
+        build_launch(RunSpec(engine="sglang"), host="h", port=1, probe=False)

@@ -110,20 +110,59 @@ def test_a_server_that_is_gone(make_spec: MakeSpec) -> None:
     assert "cannot connect" in m.error
 
 
+ENVIRONMENT = {"load_average_1m": 0.0, "cores": 2, "identity": {"x": 1}}
+
+
 def test_saved_as_it_was_measured(make_spec: MakeSpec, serve: Serve, tmp_path: Path) -> None:
     spec = make_spec(concurrency=[4])
-    server = attach_server(spec, url=serve("--max-running-requests", "2")).record
+    server = attach_server(spec, url=serve()).record
     m = measure_run(spec, server)
-    environment = {"load_average_1m": 0.0, "cores": 2, "identity": {"x": 1}}
-    save_measurement(tmp_path, spec, environment=environment, server=server, measurement=m)
+    save_measurement(tmp_path, spec, environment=ENVIRONMENT, server=server, measurement=m)
     record = load_record(tmp_path)
     assert record.status == "ok"
     assert record.spec == spec
     assert tuple(load_requests(tmp_path)) == m.requests
-    assert [w.partition(":")[0] for w in record.warnings] == ["requests-capped", "attached"]
+    assert [w.partition(":")[0] for w in record.warnings] == ["attached"]
     table = format_requests(m)
     assert table.count("\n| fib |") == 8
     assert "few-rounds" in table
+
+
+def test_cells_over_the_servers_limit_are_not_measured(make_spec: MakeSpec, serve: Serve, tmp_path: Path) -> None:
+    """They would measure its queue."""
+    spec = make_spec(concurrency=[2, 4], prompts=["fib"])
+    server = attach_server(spec, url=serve("--max-running-requests", "2")).record
+    m = measure_run(spec, server)
+    assert m.error is None
+    assert {r.concurrency for r in m.requests} == {2}
+    assert [(cell.concurrency, cell.rounds) for cell in m.cells] == [(2, 2), (4, 0)]
+    (capped,) = m.cells[1].warnings
+    assert capped.startswith("requests-capped: not measured: the server runs 2 requests at once, the cell asks for 4")
+    assert save_measurement(tmp_path, spec, environment=ENVIRONMENT, server=server, measurement=m).status == "ok"
+
+
+def test_a_server_without_room_for_any_cell_fails_the_run(make_spec: MakeSpec, serve: Serve, tmp_path: Path) -> None:
+    spec = make_spec(concurrency=[4])
+    server = attach_server(spec, url=serve("--max-running-requests", "2")).record
+    m = measure_run(spec, server)
+    assert (m.requests, m.error) == (
+        (), "nothing could be measured: the server runs 2 requests at once, every cell asks for more",
+    )  # fmt: skip
+    assert save_measurement(tmp_path, spec, environment=ENVIRONMENT, server=server, measurement=m).status == "failed"
+
+
+@pytest.mark.parametrize(("tp_size", "way"), [(1, None), (2, "custom")])
+def test_what_nccl_did_is_read_from_the_servers_log(
+    make_spec: MakeSpec, serve: Serve, tmp_path: Path, tp_size: int, way: str | None
+) -> None:
+    spec = make_spec(tp_size=tp_size, prompts=["fib"])
+    server = attach_server(spec, url=serve("--tp-size", str(tp_size))).record.model_copy(update={"log": "server.log"})
+    m = measure_run(spec, server)
+    for text in ("", (Path(__file__).parent / "data/nccl/tp2_custom.log").read_text()):
+        (tmp_path / "server.log").write_text(text)
+        record = save_measurement(tmp_path, spec, environment=ENVIRONMENT, server=server, measurement=m)
+    assert load_record(tmp_path).nccl == record.nccl
+    assert (record.nccl and record.nccl.decode_all_reduce) == way
 
 
 def test_the_vocabulary_comes_from_the_model_where_the_server_does_not_tell(

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchlib.errors import RecordError
+from benchlib.nccl import NcclLog
+from benchlib.placement import place_gpus
 from benchlib.record import (
     RequestRecord,
     RunRecord,
+    ServerRecord,
+    boot_of,
     load_record,
     load_requests,
     run_folder,
@@ -19,6 +23,7 @@ from benchlib.record import (
     write_atomic,
 )
 from benchlib.spec import RunSpec
+from benchlib.topology import load_topology
 
 REQUEST = RequestRecord(
     prompt="fib", max_new_tokens=4, concurrency=1, round=0, sent_s=0.5,
@@ -100,3 +105,44 @@ def test_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "notebooks")
     assert run_folder("results", spec) == tmp_path / "results/c/tp1-auto.2"
     assert run_folder(tmp_path / "r", spec) == tmp_path / "r/c/tp1-auto.2"
+
+
+SAMPLE = Path(__file__).parents[1] / "results" / "laptop-sample"
+
+
+def test_the_sample_campaign_is_read() -> None:
+    for folder in sorted(path.parent for path in SAMPLE.glob("*/record.json")):
+        record = load_record(folder)
+        assert (record.schema_version, record.nccl, record.spec.run_name) == (2, None, folder.name)
+        assert len(load_requests(folder)) > 0
+
+
+def test_a_record_of_the_first_schema_becomes_one_of_the_second(tmp_path: Path) -> None:
+    save_run(tmp_path, RECORD, [REQUEST])
+    path = tmp_path / "record.json"
+    data = json.loads(path.read_text())
+    old = {key: value for key, value in data.items() if key != "nccl"} | {"schema_version": 1, "placement": None}
+    for name in ("nccl_profile", "nccl_file", "numa_policy", "variant", "measured_links", "stall_timeout_s"):
+        del old["spec"][name]
+    path.write_text(json.dumps(old))
+    assert load_record(tmp_path) == RECORD.model_copy(update={"requests_sha256": data["requests_sha256"]})
+    path.write_text(json.dumps(data | {"placement": None}))
+    with pytest.raises(RecordError, match="schema 2: placement"):
+        load_record(tmp_path)
+
+
+def test_what_the_machine_was_comes_back(tmp_path: Path) -> None:
+    machine = load_topology(Path(__file__).parent / "data" / "topology" / "seed_8x_pcie_two_sockets.txt")
+    server = ServerRecord(url="x", placement=place_gpus(machine, 4), binding="by numactl", death="killed")
+    nccl = NcclLog(nranks=4, variables={"NCCL_ALGO": "Ring"}, transports={"0->1": "SHM"}, warnings=("w",))
+    saved = save_run(tmp_path, RECORD.model_copy(update={"server": server, "nccl": nccl}), [])
+    assert load_record(tmp_path) == saved
+
+
+def test_the_boot_of_a_campaign_is_that_of_its_first_readable_record(tmp_path: Path) -> None:
+    assert boot_of(tmp_path / "none") is None
+    for name, boot in (("b", "first"), ("c", "second")):
+        save_run(tmp_path / name, RECORD.model_copy(update={"environment": {"boot_id": boot}}), [])
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "record.json").write_text("{")
+    assert boot_of(tmp_path) == "first"

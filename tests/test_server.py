@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchlib.errors import ServerError, UnavailableError
+from benchlib import engines
+from benchlib.binding import Binding
+from benchlib.errors import PlacementError, ServerError, UnavailableError
+from benchlib.host import GpuState
 from benchlib.record import ServerRecord
 from benchlib.server import SERVER_FILE, Server, Starting, _scrub, attach_server, open_server, start_server
 from benchlib.spec import RunSpec
@@ -25,6 +30,8 @@ DATA = Path(__file__).parent / "data"
 MakeSpec = Callable[..., RunSpec]
 Serve = Callable[..., str]
 Started = Callable[[], list[list[str]]]
+Pretend = Callable[..., tuple[GpuState, ...]]
+GIB = 2**30
 
 
 def session(leader: int | None) -> list[int]:
@@ -282,3 +289,140 @@ def test_secret_names(name: str) -> None:
     assert _scrub({name: "x", "max_total_tokens": 1, "tokenizer_path": "t", "time_to_first_token": 2, "A": "1"}) == {
         "max_total_tokens": 1, "tokenizer_path": "t", "time_to_first_token": 2, "A": "1",
     }  # fmt: skip
+
+
+# ---- after it was ready
+
+
+def poll_until(server: Server, *, ready: bool) -> None:
+    while server.poll() != ready:
+        time.sleep(0.02)
+
+
+def test_a_death_after_it_was_ready_is_raised_when_it_could_be_recorded(
+    make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchlib.server.NOTICE_S", 0.4)
+    with start_server(make_spec(), folder=tmp_path) as server:
+        assert server.death() is None
+        assert server.record.pid is not None
+        os.kill(server.record.pid, signal.SIGKILL)
+        assert server.exit_code(wait_s=5) == 137
+        began = time.monotonic()
+        assert server.poll()  # whoever measures it may still write its record
+        with pytest.raises(ServerError) as told:
+            poll_until(server, ready=False)
+        assert time.monotonic() - began >= 0.4
+        death = server.death()
+        assert str(told.value) == death
+        assert server.record.death is None
+    assert server.record.death == server.death() == death
+    assert death is not None
+    assert death.startswith("the server exited with code 137 while it was measured. Cause: out of memory:")
+    assert "SIGKILL, as the kernel sends it when host memory runs out" in death
+    assert "fake server, mode good" in death  # the log's end
+
+
+def test_an_end_that_was_asked_for_is_no_death(make_spec: MakeSpec, tmp_path: Path) -> None:
+    with start_server(make_spec(), folder=tmp_path) as server:
+        pass
+    assert server.exit_code() is not None
+    assert (server.death(), server.record.death) == (None, None)
+
+
+def test_a_server_that_is_never_ready_did_not_die_while_measured(make_spec: MakeSpec, tmp_path: Path) -> None:
+    with Starting(make_spec("die"), folder=tmp_path) as server:
+        with pytest.raises(ServerError, match="before it was ready"):
+            poll_until(server, ready=True)
+        assert server.death() is None
+    assert server.record.death is None
+
+
+# ---- on a machine with GPUs
+
+
+@pytest.fixture
+def on_gpus(make_spec: MakeSpec, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSpec]:
+    """Runs of the fake server as SGLang's, on the pretended machine; `uses=(0, 1)`: the GPUs whose memory it takes."""
+    monkeypatch.setattr(engines, "_known_flags", lambda *_: engines.SGLANG_FLAGS)
+
+    def make(
+        mode: str = "good", *, uses: tuple[int, ...] = (0, 1), keeps: bool = False, **parameters: object
+    ) -> RunSpec:
+        free = pretend()
+        used = tuple(dataclasses.replace(s, memory_used_bytes=9 * GIB) if s.index in uses else s for s in free)
+        monkeypatch.setattr("benchlib.server.read_gpu_states", lambda: used)
+        looks = iter([free])  # the first look is before the start, the others after the end
+        monkeypatch.setattr("benchlib.machine.read_gpu_states", lambda: next(looks, used if keeps else free))
+        return make_spec(mode, engine="sglang", model_path="org/name", tp_size=2, **parameters)
+
+    yield make
+    engines.engine_version.cache_clear()
+
+
+def test_a_placed_server_is_bound_verified_and_recorded(
+    on_gpus: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = on_gpus(nccl_profile="production")
+    cpu = min(os.sched_getaffinity(0))
+    monkeypatch.setattr("benchlib.machine.plan_binding", lambda _: Binding((), (cpu,), f"CPU affinity to {cpu} alone"))
+    with start_server(spec, folder=tmp_path) as server:
+        record = server.record
+        assert record.pid is not None
+        process = psutil.Process(record.pid)
+        seen = process.environ()
+        assert process.cpu_affinity() == [cpu]
+        assert open_server(spec, folder=tmp_path, url=record.url).record == record
+    assert record.placement is not None
+    assert (record.placement.label, record.binding) == ("0-1", f"CPU affinity to {cpu} alone")
+    assert (record.devices, record.custom_all_reduce_expected) == ("verified by memory in use", True)
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["NCCL_MIN_NCHANNELS"]) == ("0,1", "8")
+    assert {name: seen[name] for name in record.env} == record.env
+    assert len(os.sched_getaffinity(0)) > 1 or os.cpu_count() == 1  # this process keeps its own
+
+
+def test_a_prefix_binds_and_is_recorded(on_gpus: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = on_gpus()
+    binding = Binding(("env", "BOUND=1"), None, "env BOUND=1")
+    monkeypatch.setattr("benchlib.machine.plan_binding", lambda _: binding)
+    with start_server(spec, folder=tmp_path) as server:
+        assert server.record.argv[:2] == ("env", "BOUND=1")
+        assert server.record.pid is not None
+        assert psutil.Process(server.record.pid).environ()["BOUND"] == "1"
+
+
+def test_a_server_on_other_gpus_is_ended(on_gpus: MakeSpec, tmp_path: Path, started: Started) -> None:
+    with pytest.raises(ServerError, match=r"runs on GPUs \[4, 5\] \(by memory in use\), planned were \[0, 1\]"):
+        start_server(on_gpus(uses=(4, 5)), folder=tmp_path)
+    assert not started()
+
+
+def test_memory_that_is_not_given_back_is_told_after_the_end(
+    on_gpus: MakeSpec, tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchlib.machine.RELEASE_S", 0.0)
+    monkeypatch.setattr("benchlib.machine.RELEASE_POLL_S", 0.01)
+    server = start_server(on_gpus(keeps=True), folder=tmp_path)
+    with pytest.raises(ServerError, match="its GPUs still hold memory: GPU 0: 9216 MiB in use by no visible process"):
+        server.stop()
+    assert not started()
+
+
+def test_what_the_engine_lacks_is_told_before_what_the_machine_lacks(
+    make_spec: MakeSpec, pretend: Pretend, tmp_path: Path
+) -> None:
+    pretend("no_gpu")
+    with pytest.raises(UnavailableError, match="engine sglang is unavailable"):
+        start_server(make_spec(engine="sglang", model_path="m"), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_cannot_be_placed_starts_nothing(
+    on_gpus: MakeSpec, pretend: Pretend, tmp_path: Path, started: Started
+) -> None:
+    spec = on_gpus()
+    pretend(gpus={index: {"memory_used_bytes": GIB} for index in range(7)})
+    with pytest.raises(PlacementError, match="tp_size=2 needs as many free GPUs"):
+        start_server(spec, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert not started()

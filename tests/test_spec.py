@@ -108,6 +108,13 @@ def test_overrides_merge_into_tables(tmp_path: Path) -> None:
         ('name = "x"\ncolour = "red"\ntp_size = [0]\n', "2 problem"),
         ("name = \n", "not valid TOML"),
         ('name = "x"\n[workload]\nrepeat = 3\n', "workload.repeat"),
+        ('name = "x"\nnccl_profiles = []\n', "nccl_profiles"),
+        ('name = "x"\nnuma_policies = ["far"]\n', "numa_policies"),
+        ('name = "x"\n[variants.v]\nmethods = []\n', "v needs at least one of methods or tree_budgets"),
+        ('name = "x"\n[variants."a b"]\n', "variants"),
+        ('name = "x"\n[variants.v]\ncolour = 1\n', "variants.v.colour"),
+        ('name = "x"\nvariants = 3\n', "variants"),
+        ('name = "x"\n[assumed]\nstart_s = 1\n', "assumed.decode_tok_s"),
     ],
 )
 def test_a_bad_sweep_file_is_refused(tmp_path: Path, text: str, expected: str) -> None:
@@ -131,8 +138,123 @@ def test_the_laptop_sweep() -> None:
     assert (Path(stock.server_env["PYTHONPATH"]) / "sgl_kernel").is_dir()
 
 
-@pytest.mark.parametrize("field", [{"nccl_profile": "production"}, {"numa_policy": "spread"}])
-def test_what_would_change_nothing_is_refused(field: dict[str, str]) -> None:
+@pytest.mark.parametrize("field", ["nccl_profile", "numa_policy"])
+@pytest.mark.parametrize(
+    ("parameters", "why"),
+    [
+        ({}, "engine reference has no GPU"),
+        ({"tp_size": 4}, "engine reference has no GPU"),
+        ({"engine": "sglang"}, "one rank has no collective"),
+        ({"engine": "sglang", "tp_size": 4, "attach": "http://h:1"}, "an attached server is started and placed by"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(field: str, parameters: dict[str, Any], why: str) -> None:
     """A run under another name, measured just the same, would read as an A/B."""
-    with pytest.raises(SpecError, match=next(iter(field))):
-        RunSpec.from_parameters(dict(field))
+    value = {"nccl_profile": "production", "numa_policy": "spread"}[field]
+    with pytest.raises(SpecError, match=f'{field} "{value}" would change nothing, {why}'):
+        RunSpec.from_parameters({**parameters, field: value})
+
+
+def test_policies_that_only_allow_are_never_refused() -> None:
+    assert RunSpec(numa_policy="allow-cross").condition_name == "tp1-auto-allow-cross"
+
+
+def test_names_tell_every_axis() -> None:
+    spec = RunSpec(engine="sglang", tp_size=4, nccl_profile="pcie", numa_policy="spread", variant="no-overlap", start=2)
+    assert spec.condition_name == "tp4-auto-pcie-spread-no-overlap"
+    assert spec.run_name == "tp4-auto-pcie-spread-no-overlap.2"
+
+
+def test_placement_is_not_overridden_by_a_variable() -> None:
+    with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES in server_env: placement chooses the GPUs"):
+        RunSpec.from_parameters({"server_env": {"CUDA_VISIBLE_DEVICES": "3"}})
+
+
+def test_nccl_and_numa_are_crossed_where_there_are_ranks() -> None:
+    sweep = Sweep(
+        name="x", engine="sglang", tp_size=(1, 4), methods=("auto",),
+        nccl_profiles=("none", "pcie"), numa_policies=("pack", "spread"), starts=2,
+    )  # fmt: skip
+    names = [run.run_name for run in sweep.runs()]
+    first = {"tp1-auto", "tp4-auto", "tp4-auto-pcie", "tp4-auto-spread", "tp4-auto-pcie-spread"}
+    assert set(names[:5]) == first  # one rank is measured once
+    assert set(names[5:]) == {f"{name}.2" for name in first}
+
+
+VARIANTS = """
+name = "x"
+engine = "sglang"
+tp_size = [2]
+methods = ["auto"]
+tree_budgets = [16]
+nccl_profiles = ["none", "pcie"]
+starts = 2
+nccl_file = "./own.toml"
+[engines.sglang]
+model_path = "../m"
+server_args = ["--a"]
+server_env = { A = "1", B = "1" }
+[variants.same]
+server_args = ["--log", "./l"]
+server_env = { B = "2" }
+[variants.other]
+tp_size = [1]
+methods = ["linear"]
+nccl_profiles = ["mine"]
+block_size = 8
+starts = 1
+"""
+
+
+def test_variants_inherit_and_override(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("[profiles.mine]\nNCCL_PROTO = 'LL'\n")
+    runs = {run.run_name: run for run in load_sweep(write(tmp_path, VARIANTS)).runs()}
+    own = [f"tp2-{m}{p}" for m in ("auto", "b16") for p in ("", "-pcie")]
+    expected = [f"{name}{v}{s}" for name in own for v in ("", "-same") for s in ("", ".2")]
+    assert set(runs) == {*expected, "tp1-linear-other"}
+    same, other = runs["tp2-b16-pcie-same.2"], runs["tp1-linear-other"]
+    assert same.server_args == ("--a", "--log", str(tmp_path / "l"))
+    assert (same.server_env, same.block_size, same.variant) == ({"A": "1", "B": "2"}, 16, "same")
+    # Methods and budgets go together: the variant's linear brings no tree of the sweep along.
+    assert (other.server_args, other.block_size, other.nccl_profile) == (("--a",), 8, "none")
+    assert runs["tp2-auto"].server_env == {"A": "1", "B": "1"}
+
+
+def test_own_profiles_are_read_beside_the_sweep_file(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("[profiles.mine]\nNCCL_PROTO = 'LL'\n")
+    text = 'name = "x"\nengine = "sglang"\ntp_size = [2]\nmethods = ["auto"]\nnccl_profiles = ["mine"]\n'
+    path = write(tmp_path, f'{text}nccl_file = "./own.toml"\n')
+    assert [run.run_name for run in load_sweep(path).runs()] == ["tp2-auto-mine"]
+    with pytest.raises(SpecError, match=r"nccl_profile \"mine\" is unknown; there are \['none', 'pcie', 'production'"):
+        load_sweep(write(tmp_path, text)).runs()
+    (tmp_path / "own.toml").write_text("[profiles.mine]\nNCCL_PROTOS = 'LL'\n")
+    with pytest.raises(SpecError, match="did you mean NCCL_PROTO"):
+        load_sweep(write(tmp_path, f'{text}nccl_file = "./own.toml"\n')).runs()
+
+
+def test_two_conditions_of_one_name_are_refused() -> None:
+    """They would share a folder, and each would move the other's record aside."""
+    variants = {"pcie": {"server_args": ("--x",)}}
+    sweep = Sweep(
+        name="x", engine="sglang", tp_size=(2,), methods=("auto",), nccl_profiles=("none", "pcie"), variants=variants
+    )
+    with pytest.raises(SpecError, match="gives two conditions one name, tp2-auto-pcie: rename the variant"):
+        sweep.runs()
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "some"),
+    [
+        ("seed_campaign", 90, {"tp1-b64", "tp4-linear-pcie.3", "tp8-b16-production.2"}),
+        ("nccl_ab", 30, {"tp4-auto", "tp4-auto-pcie-no-custom-ar.5", "tp4-auto-no-custom-ar"}),
+        ("numa_ab", 10, {"tp4-auto", "tp4-auto-spread.5"}),
+    ],
+)
+def test_the_sweeps_for_gpus(name: str, count: int, some: set[str]) -> None:
+    sweep = load_sweep(Path(__file__).parents[1] / "notebooks" / "sweeps" / f"{name}.toml")
+    names = [run.run_name for run in sweep.runs()]
+    assert len(names) == len(set(names)) == count
+    assert some <= set(names)
+    assert sweep.assumed is not None
+    # What names a difference between starts needs as many as a verdict of "no difference" does.
+    assert sweep.starts == (3 if name == "seed_campaign" else 5)

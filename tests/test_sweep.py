@@ -19,10 +19,10 @@ import pytest
 from filelock import FileLock
 
 from benchlib.environment import collect_environment
-from benchlib.errors import RecordError, SpecError
+from benchlib.errors import RecordError, ServerError, SpecError
 from benchlib.measure import measure_run, save_measurement
 from benchlib.record import load_record, load_requests, run_folder
-from benchlib.server import open_server
+from benchlib.server import Starting, open_server
 from benchlib.spec import RunSpec, Sweep
 from benchlib.sweep import Outcome, plan_sweep, run_sweep, select_runs, signals_raise
 
@@ -83,6 +83,7 @@ def test_a_sweep_end_to_end(make_spec: MakeSpec, tmp_path: Path, started: Starte
     assert failed.error is not None
     assert failed.error.startswith("the server exited with code 7")
     assert "RuntimeError: the weights are nowhere" in failed.error
+    assert failed.error.count("exited with code 7") == 1
 
     folder = tmp_path / "c" / "tp1-auto"
     assert sorted(p.name for p in folder.iterdir()) == [
@@ -144,9 +145,28 @@ def test_a_server_that_dies_while_measured_fails_the_run_with_its_requests(make_
     assert outcome.status == "failed"
     record = load_record(tmp_path / "c" / "tp1-auto")
     assert (record.status, record.error) == ("failed", outcome.error)
+    assert (record.error or "").startswith("the server exited with code 9 while it was measured.")
+    assert "CUDA error: out of memory" in (record.error or "")  # its log's last line
     requests = load_requests(tmp_path / "c" / "tp1-auto")
     assert [r.error is None for r in requests][:3] == [True, True, True]
     assert "connect" in (requests[-1].error or "")
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_an_end_that_went_badly_spares_the_measurement(
+    make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = Starting.stop
+
+    def stop_badly(server: Starting) -> None:
+        stop(server)
+        raise ServerError("GPU 0 still holds 48 GiB")
+
+    monkeypatch.setattr(Starting, "stop", stop_badly)
+    assert run_one(make_spec(campaign="c", prompts=["fib"], repeats=1), tmp_path).status == "ok"
+    record = load_record(tmp_path / "c" / "tp1-auto")
+    assert record.warnings[-1].startswith("ended-badly: after the record was written: GPU 0 still holds 48 GiB.")
+    assert len(load_requests(tmp_path / "c" / "tp1-auto")) == 2
 
 
 @pytest.mark.usefixtures("no_kernel")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchlib.nccl import NcclLog
+from benchlib.placement import place_gpus
 from benchlib.record import RequestRecord, ServerRecord
+from benchlib.spec import RunSpec
+from benchlib.topology import load_topology
 from benchlib.warnings import CODES, check_cell, check_run, format_warning
 
 
@@ -91,13 +96,84 @@ def test_requests_of_one_chunk_have_no_rate() -> None:
 
 
 def test_run() -> None:
-    server = ServerRecord(url="x", effective_max_running_requests=8)
-    assert check_run({"load_average_1m": 0.3, "cores": 2}, server, concurrency=4) == ()
-    assert check_run({"load_average_1m": None, "cores": 2}, ServerRecord(url="x"), concurrency=4) == ()
-    capped = ServerRecord(url="x", effective_max_running_requests=2, attached=True)
-    loud = check_run({"load_average_1m": 1.5, "cores": 2}, capped, concurrency=4)
-    assert codes(loud) == ["machine-busy", "requests-capped", "attached"]
+    quiet = {"load_average_1m": 0.3, "cores": 2}
+    assert check_run(RunSpec(), quiet, ServerRecord(url="x"), None) == ()
+    assert check_run(RunSpec(), {"load_average_1m": None, "cores": 2}, ServerRecord(url="x"), None) == ()
+    loud = check_run(RunSpec(), {"load_average_1m": 1.5, "cores": 2}, ServerRecord(url="x", attached=True), None)
+    assert codes(loud) == ["machine-busy", "attached"]
     assert "load average was 1.5 on 2 cores" in loud[0]
+
+
+MACHINE = load_topology(Path(__file__).parent / "data" / "topology" / "seed_8x_pcie_two_sockets.txt")
+BEST = place_gpus(MACHINE, 4)
+WORSE = place_gpus(MACHINE, 4, numa_policy="allow-cross", busy={1: "named busy", 5: "named busy"})
+
+
+def run_codes(nccl: NcclLog | None = None, *, server: dict[str, Any] | None = None, **spec: Any) -> tuple[str, ...]:
+    flat = {"engine": "sglang", "tp_size": 4, **spec}
+    record = ServerRecord(**{"url": "x", "placement": BEST, **(server or {})})
+    return check_run(RunSpec.from_parameters(flat), {}, record, nccl)
+
+
+def test_a_worse_placement_is_told() -> None:
+    assert run_codes() == ()
+    (text,) = run_codes(server={"placement": WORSE})
+    assert text.startswith("worse-placement: GPUs 0,2-4 were taken where the free machine would give 0-3: ")
+    assert "busy: GPUs 1,5 (named busy)" in text
+
+
+def test_links_that_disagree_are_told_each() -> None:
+    told = run_codes(server={"links_disagree": ("GPUs 2 and 6 are faster.", "GPUs 1 and 5 are faster.")})
+    assert codes(told) == ["links-disagree"] * 2
+    assert "GPUs 1 and 5 are faster. Measure again" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("profile", "which", "expected"),
+    [
+        ("pcie", "custom", ["nccl-bypassed"]),
+        ("pcie", "other: mscclpp", ["nccl-bypassed"]),
+        ("pcie", "nccl", []),
+        ("pcie", None, []),  # the log does not say
+        ("none", "custom", []),
+    ],
+)
+def test_a_profile_that_decode_goes_past(profile: str, which: str | None, expected: list[str]) -> None:
+    told = run_codes(NcclLog(nranks=4, decode_all_reduce=which), nccl_profile=profile)
+    assert codes(told) == expected
+    assert not told or f"NCCL profile {profile} was set, but decode's all-reduce was {which}: past NCCL" in told[0]
+
+
+def test_a_variable_that_nccl_read_otherwise_is_told() -> None:
+    server = {"env": {"NCCL_ALGO": "Ring", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0"}}
+    assert run_codes(NcclLog(variables={"NCCL_ALGO": "RING"}, decode_all_reduce="nccl"), server=server) == ()
+    (text,) = run_codes(NcclLog(variables={"NCCL_ALGO": "Tree"}, decode_all_reduce="nccl"), server=server)
+    assert text.startswith("nccl-variable: NCCL_ALGO=Ring was asked for, but NCCL read Tree.")
+
+
+@pytest.mark.parametrize(
+    ("expected", "which", "flags", "found"),
+    [
+        (True, "nccl", [], ["custom-all-reduce-off"]),
+        (True, "custom", [], []),
+        (True, None, [], []),
+        (False, "nccl", [], []),
+        (None, "nccl", [], []),
+        (True, "nccl", ["--disable-custom-all-reduce"], []),
+    ],
+)
+def test_custom_all_reduce_that_was_expected(
+    expected: bool | None, which: str | None, flags: list[str], found: list[str]
+) -> None:
+    log = NcclLog(nranks=4, decode_all_reduce=which, decode_all_reduce_evidence="Setup Custom allreduce failed")
+    told = run_codes(log, server={"custom_all_reduce_expected": expected}, server_args=flags)
+    assert codes(told) == found
+    assert not told or "expected on GPUs 0-3 and was not used: Setup Custom allreduce failed." in told[0]
+
+
+def test_an_end_that_went_badly_is_told() -> None:
+    text = format_warning("ended-badly", what="GPU 0 still holds 48 GiB")
+    assert text.startswith("ended-badly: after the record was written: GPU 0 still holds 48 GiB. The measurement is")
 
 
 def test_the_list_is_closed_and_every_text_ends_with_a_remedy_or_reason() -> None:
