@@ -17,6 +17,7 @@ from benchlib.record import RequestRecord, Tick
 __all__ = ["Exchange", "read_reason", "request_record"]
 
 # Numbers of meta_info that are kept as the server's own view of time; no rate is computed from them.
+CLOCK_DIGITS = 9  # the clock counts nanoseconds; what a difference shows beyond is not time
 SERVER_TIME_SUFFIXES = ("_time", "_latency", "_ts", "_s", "_throughput")
 Piece = tuple[float, bytes]
 Event = dict[str, Any]
@@ -36,7 +37,7 @@ def request_record(exchange: Exchange, *, epoch: float, ignore_eos: bool, **plac
     status, body = _response(exchange.pieces)
     events = list(_events(body)) if status == 200 else []
     meta = _meta(events[-1][1]) if events else {}
-    ticks, error = _ticks((stamp - exchange.sent, event) for stamp, event in events)
+    ticks, error = _ticks((round(stamp - exchange.sent, CLOCK_DIGITS), event) for stamp, event in events)
     end_s, tokens, asked = None, meta.get("completion_tokens"), place["max_new_tokens"]
     if status is None:
         error = exchange.failure or "connection closed without a response"
@@ -45,7 +46,7 @@ def request_record(exchange: Exchange, *, epoch: float, ignore_eos: bool, **plac
     elif error := exchange.failure or error or _unfinished(meta):
         error = f"{error}; {ticks[-1][1] if ticks else 0} tokens came"
     else:
-        end_s = exchange.pieces[-1][0] - exchange.sent
+        end_s = round(exchange.pieces[-1][0] - exchange.sent, CLOCK_DIGITS)
         if not tokens:
             error = "finished without a token"
         elif ignore_eos and tokens < asked:
@@ -53,7 +54,7 @@ def request_record(exchange: Exchange, *, epoch: float, ignore_eos: bool, **plac
     reason = meta.get("finish_reason")
     return RequestRecord(
         **place,
-        sent_s=exchange.sent - epoch,
+        sent_s=round(exchange.sent - epoch, CLOCK_DIGITS),
         ticks=ticks,
         end_s=end_s,
         prompt_tokens=meta.get("prompt_tokens"),
