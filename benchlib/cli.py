@@ -93,7 +93,7 @@ def plan(
     _show(rows, as_json, title, PLAN_COLUMNS)
     if as_json:
         return
-    if total and assumed and not any(p.state == "finished" for p in planned):
+    if total and assumed and all(p.state == "new" for p in planned):
         typer.echo(
             f"Times are reckoned from the sweep's `assumed`: {assumed.decode_tok_s:g} tok/s, nobody's measurement."
         )

@@ -143,7 +143,7 @@ def nccl(
 def doctor(
     sweep: Annotated[Path | None, typer.Argument(help="a sweep file: its models and sizes are checked too")] = None,
     engine: Annotated[str, typer.Option(help="reference or sglang; with a sweep, the sweep's")] = "",
-    tp_size: Annotated[int, typer.Option(help="GPUs wanted, without a sweep")] = 1,
+    tp_size: Annotated[int | None, typer.Option(help="GPUs wanted, without a sweep; by default 1")] = None,
     model_path: Annotated[str, typer.Option(help="model to check, without a sweep")] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -154,10 +154,12 @@ def doctor(
     from benchlib.spec import RunSpec, load_sweep
 
     if sweep is not None:
+        if tp_size is not None or model_path:
+            raise SpecError("--tp-size and --model-path describe a run without a sweep: the sweep file has its own")
         given = {"engine": engine} if engine else {}
         specs: Sequence[RunSpec] = load_sweep(sweep, **given).runs()
     else:
-        flags = {"engine": engine or "sglang", "tp_size": tp_size, "model_path": model_path}
+        flags = {"engine": engine or "sglang", "tp_size": tp_size or 1, "model_path": model_path}
         specs = [RunSpec.from_parameters(flags)]
     checks = examine(specs, since_boot=boot_of(RESULTS / specs[0].campaign))
     if as_json:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchlib.binding import Binding, plan_binding
-from benchlib.engines import needs_gpus
+from benchlib.engines import flag_value, needs_gpus
 from benchlib.errors import PlacementError, ServerError
 from benchlib.host import Check, GpuState, Machine, busy_gpus, format_checks, read_gpu_states, run_checks, would_fail
 from benchlib.links import links_disagree, load_links
@@ -69,8 +69,10 @@ def place_run(
     links = load_links(Path(spec.measured_links)) if spec.measured_links else None
     policy = spec.numa_policy
     placement = place_gpus(topology, needs_gpus(spec), numa_policy=policy, busy=busy, measured=links)
-    off = "--disable-custom-all-reduce" in spec.server_args
-    return placement, False if off else custom_all_reduce_expected(topology, placement)
+    if "--disable-custom-all-reduce" in spec.server_args:
+        return placement, False
+    # Of ranks on other hosts the topology here says nothing.
+    return placement, None if flag_value(spec, "--nnodes") else custom_all_reduce_expected(topology, placement)
 
 
 def busy_here(topology: Topology, states: tuple[GpuState, ...]) -> dict[int, str]:
@@ -87,7 +89,7 @@ def examine(specs: Sequence[RunSpec], *, since_boot: str | None = None) -> tuple
     """
     found: dict[Check, None] = {}
     machine = Machine.here()
-    for spec in {(s.tp_size, s.numa_policy, s.method, s.tree_budget): s for s in specs}.values():
+    for spec in {(s.tp_size, s.numa_policy, s.method, s.tree_budget, s.variant): s for s in specs}.values():
         gpus, problem = _try_place(spec)
         found |= dict.fromkeys(run_checks(spec, engine=spec.engine, machine=machine, gpus=gpus, since_boot=since_boot))
         if problem:

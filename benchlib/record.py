@@ -183,7 +183,8 @@ def boot_of(campaign: Path) -> str | None:
     """The boot id that a campaign's first readable record was made under; None where it has none yet."""
     for path in sorted(campaign.glob("*/record.json")):
         with suppress(RecordError):
-            return load_record(path.parent).environment.get("boot_id")
+            if boot_id := load_record(path.parent).environment.get("boot_id"):
+                return str(boot_id)
     return None
 
 

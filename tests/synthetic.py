@@ -1,7 +1,8 @@
 """Believable campaigns of records, made by a known rule, so that tests can compute every figure by hand.
 
 A verify step takes `STEP_MS[verify tokens]`, auto one token in 1.8 ms; each round's clock is stretched by a small
-seeded factor. Accepted drafts of a step follow a geometric law that a larger budget flattens, the same in every round.
+seeded factor, and by `PACE` under some NCCL profiles, policies and variants. Accepted drafts of a step follow a
+geometric law that a larger budget flattens, the same in every round.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchlib.engines import nccl_variables
+from benchlib.nccl import NcclLog
 from benchlib.record import CellRecord, RequestRecord, RunRecord, ServerRecord, run_identity, save_run
-from benchlib.spec import RunSpec, Sweep, Workload
+from benchlib.spec import RunSpec, Sweep, Workload, content_hash
 
 PROMPTS = {"fib": 0.72, "qsort": 0.70, "arith": 0.80, "json": 0.84}
 GAIN = {None: 0.0, 15: 0.03, 16: 0.035, 32: 0.06, 64: 0.08}
 STEP_MS = {1: 1.8, 16: 3.3, 17: 3.35, 33: 4.6, 65: 6.9}
+PACE = {"pcie": 0.9, "spread": 1.05, "slow": 1.2}
 PROMPT_S = 0.020
 ENVIRONMENT: dict[str, Any] = {
     "python": "3.11.7",
@@ -78,13 +82,18 @@ def build_run(spec: RunSpec, *, noise: float = 0.01) -> tuple[RunRecord, list[Re
                                      **cell, **where)
                         )  # fmt: skip
                     epoch = max(r.sent_s + (r.end_s or 0) for r in requests) + 0.01
+    variables, on_gpus = nccl_variables(spec), spec.engine == "sglang" and spec.tp_size > 1
+    way = "nccl" if "--disable-custom-all-reduce" in spec.server_args else "custom"
+    nccl = content_hash(variables) if variables else None
+    environment = {**ENVIRONMENT, "identity": {**ENVIRONMENT["identity"], "nccl": nccl}}
     record = RunRecord(
         status="ok",
         spec=spec,
-        identity=run_identity(spec, ENVIRONMENT),
+        identity=run_identity(spec, environment),
         started_at="2026-11-29T12:00:00+00:00",
         duration_s=epoch,
-        environment=ENVIRONMENT,
+        environment=environment,
+        nccl=NcclLog(nranks=spec.tp_size, decode_all_reduce=way) if on_gpus else None,
         server=ServerRecord(
             url="http://127.0.0.1:30000", version="0.1.0", verify_tokens=verify, info={"device": "cpu"}
         ),
@@ -96,6 +105,7 @@ def build_run(spec: RunSpec, *, noise: float = 0.01) -> tuple[RunRecord, list[Re
 def _request(spec: RunSpec, verify: int | None, pace: float, **cell: Any) -> RequestRecord:
     rng = random.Random(cell["prompt"])  # greedy: every round of every run meets the same luck
     crowd = 1 + 0.05 * (cell["concurrency"] - 1)
+    pace *= math.prod(PACE.get(name, 1) for name in (spec.nccl_profile, spec.numa_policy, spec.variant))
     step = STEP_MS[verify or 1] / 1000 * pace * crowd * (0.62 if spec.tp_size == 2 else 1)
     now, done, ticks = PROMPT_S * pace, 1, [(PROMPT_S * pace, 1)]
     histogram = [0] * spec.block_size
@@ -160,3 +170,19 @@ def fail_request(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunR
     index = next(i for i, r in enumerate(requests) if r.prompt == "fib" and not r.warmup)
     broken = requests[index].model_copy(update={"error": "the stream broke off after 3 chunks", "end_s": None})
     return record, [*requests[:index], broken, *requests[index + 1 :]]
+
+
+def build_ab_sweep(**changes: Any) -> Sweep:
+    """Autoregressive decoding at TP 4 of an engine that has NCCL, on one prompt."""
+    base: dict[str, Any] = {
+        **{"engine": "sglang", "tp_size": (4,), "methods": ("auto",), "tree_budgets": ()},
+        "workload": Workload(prompts=("fib",), max_new_tokens=(48,)),
+    }
+    return build_sweep(**{**base, **changes})
+
+
+def cap(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
+    """A run whose server had no room for more than one request at once."""
+    text = "requests-capped: not measured: the server runs 1 requests at once, the cell asks for 8."
+    cells = [c.model_copy(update={"rounds": 0, "warnings": (text,)}) if c.concurrency > 1 else c for c in record.cells]
+    return record.model_copy(update={"cells": tuple(cells)}), [r for r in requests if r.concurrency == 1]

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from benchlib import cli
+from benchlib import cli, engines
 from benchlib.client import get_json
 from benchlib.environment import collect_environment
 from benchlib.record import RunRecord, ServerRecord, run_identity, save_run
 from benchlib.spec import RunSpec
 from benchlib.sweep import Outcome
 
+ROOT = Path(__file__).parents[1]
 MakeSpec = Callable[..., RunSpec]
 SWEEP = """
 name = "c"
@@ -76,6 +77,92 @@ def test_plan_estimates_from_earlier_records(run: Any, sweep_file: Path, tmp_pat
     assert "assumed" not in out
 
 
+SEED = [ROOT / "notebooks/sweeps/seed_campaign.toml", "--results", "/nowhere"]
+ELSEWHERE = ["--topology", ROOT / "tests/data/topology/seed_8x_pcie_two_sockets.txt"]
+
+
+def rows_of(out: str) -> dict[str, dict[str, Any]]:
+    return {row["run"]: row for row in json.loads(out)}
+
+
+def test_plan_for_a_pretend_machine_of_eight(run: Any) -> None:
+    """Neither GPUs nor SGLang are needed to see which GPUs each run would take, and for how long."""
+    code, out, err = run("plan", *SEED, *ELSEWHERE)
+    assert (code, err) == (0, "")
+    # Each prompt and concurrency: a warm-up and 3 rounds of both lengths, 3904 tokens at 26 tok/s; 90 s for the start.
+    hours = 90 * (90 + 16 * 3904 / 26) / 3600
+    assert out.splitlines()[0].startswith(f"90 runs, 90 to do, about {hours:.1f} h, state new, engine sglang")
+    lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip().startswith("tp")}
+    assert lines["tp1-auto"] == ["0", "False", "none"]
+    assert lines["tp4-b16-pcie"] == ["0-3", "False", "NODE", "pcie"]
+    assert " ".join(lines["tp8-auto-production"]) == "0-7 True SYS production crosses NUMA nodes 0, 1"
+    assert "reckoned from the sweep's `assumed`: 26 tok/s, nobody's measurement" in out
+    assert "cannot start" not in out
+
+
+def test_plan_places_around_busy_gpus_and_says_what_cannot_start(run: Any) -> None:
+    code, out, _ = run("plan", *SEED, *ELSEWHERE, "--busy", "0", "--json")
+    rows = rows_of(out)
+    assert code == 0
+    assert {(r["tp_size"], r["gpus"]) for r in rows.values()} == {(1, "1"), (4, "4-7"), (8, None)}
+    eight = rows["tp8-auto-pcie"]
+    assert (eight["note"], eight["argv"]) == ("cannot start", None)
+    assert "tp_size=8 needs as many free GPUs" in eight["problem"]
+    assert "7 free; busy: GPU 0 (named busy)" in eight["problem"]
+    _, out, _ = run("plan", *SEED, *ELSEWHERE, "--busy", "0", "--only", "tp8-auto-pcie")
+    assert "cannot start tp8-auto-pcie, tp8-auto-pcie.2, tp8-auto-pcie.3: tp_size=8 needs" in out
+
+
+def test_plan_as_json_has_what_would_be_started(run: Any) -> None:
+    rows = rows_of(run("plan", *SEED, *ELSEWHERE, "--json")[1])
+    assert {(r["tp_size"], r["gpus"], r["cross_numa"], r["worst_link"]) for r in rows.values()} == {
+        (1, "0", False, None), (4, "0-3", False, "NODE"), (8, "0-7", True, "SYS"),
+    }  # fmt: skip
+    tree, one = rows["tp4-b16-pcie.2"], rows["tp1-auto"]
+    assert (tree["env"]["CUDA_VISIBLE_DEVICES"], tree["env"]["NCCL_PROTO"]) == ("0,1,2,3", "LL")
+    assert one["env"] == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0"}
+    at = tree["argv"].index("--speculative-ddtree-budget")
+    assert tree["argv"][at : at + 2] == ["--speculative-ddtree-budget", "16"]
+    assert tree["command"].startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,1,2,3 NCCL_DEBUG=INFO ")
+    assert (tree["nccl_profile"], tree["start"], tree["numa_policy"], tree["variant"]) == ("pcie", 2, "pack", "")
+    assert one["estimate_s"] == pytest.approx(90 + 16 * 3904 / 26)
+
+
+def test_plan_with_commands_can_be_pasted(run: Any) -> None:
+    _, out, _ = run("plan", *SEED, *ELSEWHERE, "--commands", "--only", "tp4-auto-pcie.3")
+    *_, name, command = out.strip().splitlines()
+    assert name == "# tp4-auto-pcie.3"
+    assert " -m sglang.launch_server " in command
+    assert " --mem-fraction-static 0.75" in command
+
+
+def test_plan_tells_where_a_profile_would_compare_nothing(run: Any) -> None:
+    two = ["--set", "tp_size=[2]", "--set", "starts=1", "--json"]
+    rows = rows_of(run("plan", ROOT / "notebooks/sweeps/nccl_ab.toml", *ELSEWHERE, *two)[1])
+    told = {name for name, row in rows.items() if row["note"]}
+    assert told == {"tp2-auto-production", "tp2-auto-pcie"}
+    assert "the profile would compare nothing" in rows["tp2-auto-pcie"]["note"]
+
+
+def test_plan_on_the_machine_itself_leaves_out_what_is_busy(
+    run: Any, pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(gpus={1: {"processes": ((4242, "python", 2**30),)}})
+    monkeypatch.setattr(engines, "_known_flags", lambda *_: engines.SGLANG_FLAGS)
+    one = ["plan", *SEED, "--json", "--only", "tp4-auto-pcie", "--set", "starts=1"]
+    rows = rows_of(run(*one)[1])
+    assert {name: row["gpus"] for name, row in rows.items()} == {"tp4-auto-pcie": "4-7"}
+    rows = rows_of(run(*one, "--busy", "7")[1])
+    assert "GPU 1 (PID 4242 python holds 1.0 GiB), GPU 7 (named busy)" in rows["tp4-auto-pcie"]["problem"]
+
+
+def test_plan_without_a_gpu_says_so(run: Any, pretend: Any) -> None:
+    pretend("no_gpu")
+    code, out, err = run("plan", *SEED, "--only", "tp4-auto-pcie")
+    assert (code, err) == (0, "")
+    assert "cannot start tp4-auto-pcie, tp4-auto-pcie.2, tp4-auto-pcie.3: no NVIDIA GPU here" in out
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -105,6 +192,8 @@ def test_settings_reach_nested_keys_as_toml(sweep_file: Path) -> None:
         (["plan", "FILE", "--set", "colour=red"], "colour"),
         (["plan", "FILE", "--set", "seed=1", "--set", "seed=2"], "--set cannot be read"),
         (["plan", "FILE", "--only", "tp9"], "has no run"),
+        (["plan", "FILE", "--busy", "0,x"], "--busy '0,x' holds 'x'"),
+        (["plan", "FILE", "--set", "nccl_profiles=['fast']", "--set", "tp_size=[2]"], "nccl_profile"),
         (["summary", "nowhere"], "no campaign 'nowhere'"),
         (["serve", "--method", "magic"], "magic"),
         (["plan", "FILE", "--nonsense"], "No such option"),

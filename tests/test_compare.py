@@ -267,3 +267,102 @@ def test_concurrent_requests_raise_throughput_over_a_streams_rate(tmp_path: Path
         next(r for r in rows if (r["run"], r["prompt"], r["concurrency"]) == ("tp1-auto", "all", 8))["tpot_s"]
         / many["tpot_s"]
     )
+
+
+def ab_of(path: Path, prompt: str = "all") -> list[frames.Row]:
+    rows = frames.rows_of(compare.build_ab(compare.build_results([frames.load_campaign(path)])))
+    return [row for row in rows if row["prompt"] == prompt]
+
+
+def found_in(rows: list[frames.Row], axis: str) -> dict[tuple[str, str, str], str]:
+    return {(r["label"], r["a"], r["b"]): r["difference_note"] for r in rows if r["axis"] == axis}
+
+
+def test_nccl_profiles_are_held_against_none(tmp_path: Path) -> None:
+    sweep = synthetic.build_ab_sweep(nccl_profiles=("pcie", "none", "production"), starts=3)
+    rows = {r["b"]: r for r in ab_of(synthetic.save_campaign(tmp_path, sweep))}
+    assert set(rows) == {"pcie", "production"}
+    assert {(r["axis"], r["a"], r["all_reduce"]) for r in rows.values()} == {("nccl_profile", "none", "custom")}
+    pcie, production = rows["pcie"], rows["production"]
+    # A step takes 0.9 of the time: 11% more tokens a second.
+    assert pcie["difference"] == pytest.approx(1 / 0.9 - 1, abs=0.02)
+    assert pcie["difference"] == pytest.approx(pcie["decode_tok_s"] / pcie["rate_a"] - 1)
+    assert 0.01 < pcie["difference_low"] < pcie["difference"] < pcie["difference_high"]
+    assert pcie["difference_note"] == "faster"
+    assert production["difference_low"] < 0 < production["difference_high"]
+    assert production["difference_note"] == "cannot decide (3 starts)"
+
+
+def test_no_difference_takes_five_starts(tmp_path: Path) -> None:
+    sweep = synthetic.build_ab_sweep(nccl_profiles=("none", "production"), starts=5)
+    (row,) = ab_of(synthetic.save_campaign(tmp_path, sweep))
+    assert row["difference_note"] == "no difference found"
+    assert row["difference_low"] < 0 < row["difference_high"] < 0.05
+
+
+def test_each_axis_is_compared_with_the_others_equal(tmp_path: Path) -> None:
+    sweep = synthetic.build_ab_sweep(
+        nccl_profiles=("none", "pcie"), starts=3, numa_policies=("pack", "spread"),
+        variants={"slow": {"server_args": ("--disable-custom-all-reduce",), "numa_policies": ("pack",)}},
+    )  # fmt: skip
+    rows = ab_of(synthetic.save_campaign(tmp_path, sweep, noise=0.002))
+    auto = "autoregressive"
+    assert found_in(rows, "nccl_profile") == {
+        (f"{auto}, NCCL pcie", "none", "pcie"): "faster",
+        (f"{auto}, NCCL pcie, spread", "none", "pcie"): "faster",
+        (f"{auto}, NCCL pcie, slow", "none", "pcie"): "faster",
+    }
+    assert found_in(rows, "numa_policy") == {
+        (f"{auto}, spread", "pack", "spread"): "slower", (f"{auto}, NCCL pcie, spread", "pack", "spread"): "slower",
+    }  # fmt: skip
+    assert found_in(rows, "variant") == {
+        (f"{auto}, slow", "", "slow"): "slower", (f"{auto}, NCCL pcie, slow", "", "slow"): "slower",
+    }  # fmt: skip
+    by_way = {r["all_reduce"] for r in rows if r["axis"] == "variant"}
+    assert by_way == {"custom / nccl"}
+
+
+def test_a_profile_that_changed_under_its_name_is_not_compared_with_itself(tmp_path: Path) -> None:
+    def edit(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
+        identity = {**record.environment["identity"], "nccl": "another"}
+        return record.model_copy(update={"environment": {**record.environment, "identity": identity}}), requests
+
+    sweep = synthetic.build_ab_sweep(nccl_profiles=("pcie",), starts=2)
+    path = synthetic.save_campaign(tmp_path, sweep, changes={"tp4-auto-pcie.2": edit})
+    assert len(cells_of(path)) == 4  # not pooled
+    assert ab_of(path) == []
+
+
+def test_one_start_or_round_gives_no_verdict_on_a_difference(tmp_path: Path) -> None:
+    profiles = {"nccl_profiles": ("none", "pcie")}
+    (row,) = ab_of(synthetic.save_campaign(tmp_path / "a", synthetic.build_ab_sweep(**profiles)))
+    assert (row["difference_note"], row["difference"] > 0) == ("1 start: no verdict", True)
+    work = synthetic.Workload(prompts=("fib",), max_new_tokens=(48,), repeats=1)
+    (row,) = ab_of(synthetic.save_campaign(tmp_path / "b", synthetic.build_ab_sweep(**profiles, workload=work)))
+    assert (row["difference_note"], row["difference"]) == ("1 round: no interval", None)
+
+
+def test_nothing_to_compare_is_no_row(campaign: Path) -> None:
+    assert ab_of(campaign) == []
+
+
+def test_a_method_is_compared_with_the_baseline_of_its_own_profile(tmp_path: Path) -> None:
+    sweep = synthetic.build_ab_sweep(tree_budgets=(16,), nccl_profiles=("none", "pcie"))
+    rows = summary_of(synthetic.save_campaign(tmp_path, sweep))
+    for profile in ("", "-pcie"):
+        tree, auto = rows[f"tp4-b16{profile}", "all"], rows[f"tp4-auto{profile}", "all"]
+        assert tree["speedup"] == pytest.approx(auto["tpot_s"] / tree["tpot_s"])
+    assert rows["tp4-b16-pcie", "all"]["nccl_profile"] == "pcie"
+
+
+def test_cells_without_room_keep_their_rows(tmp_path: Path) -> None:
+    work = synthetic.Workload(prompts=("fib", "json"), max_new_tokens=(48,), concurrency=(1, 8))
+    sweep = synthetic.build_ab_sweep(tree_budgets=(64,), workload=work)
+    path = synthetic.save_campaign(tmp_path, sweep, changes={"tp4-b64": synthetic.cap})
+    rows = {(r["run"], r["prompt"], r["concurrency"]): r for r in compare.build_summary(path)}
+    assert len(rows) == 2 * 3 * 2
+    for prompt in ("fib", "json", "all"):
+        row = rows["tp4-b64", prompt, 8]
+        assert (row["status"], row["decode_tok_s"], row["note"]) == ("failed", None, "capped")
+        assert row["error"].startswith("requests-capped: not measured: the server runs 1 requests at once")
+        assert rows["tp4-b64", prompt, 1]["speedup"] is not None

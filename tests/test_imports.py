@@ -29,7 +29,7 @@ COLLECTING = {
     "stream": {"record"},
     "client": {"errors", "stream"},
     "engines": {"errors", "nccl", "placement", "spec"},
-    "environment": {"engines", "spec", "tuning"},
+    "environment": {"engines", "model_files", "spec", "tuning"},
     "probe": {"errors", "topology"},
     "model_files": set(),
     "server_log": {"errors"},
@@ -38,8 +38,10 @@ COLLECTING = {
     "telemetry": {"errors", "record", "spec", "topology"},
     "supervisor": set(),
     "server": {"client", "engines", "errors", "host", "machine", "record", "server_log", "spec", "stream"},
-    "warnings": {"nccl", "placement", "record", "spec"},
-    "measure": {"client", "errors", "nccl", "prompts", "record", "spec", "stream", "warnings"},
+    "warnings": {"nccl", "placement", "record", "server_log", "spec", "telemetry"},
+    "measure": {
+        *("client", "errors", "nccl", "prompts", "record", "server_log", "spec", "stream", "telemetry", "warnings"),
+    },
     "notebook": set(),
     "sweep": {
         *("engines", "environment", "errors", "host", "machine", "measure", "notebook", "placement", "record"),
@@ -47,7 +49,7 @@ COLLECTING = {
     },
 }
 ANALYSING = {"metrics", "frames", "compare", "tables", "figures", "headline"}
-SHARED = {"errors", "spec", "record"}
+SHARED = {"errors", "spec", "record", "telemetry"}  # the last reads its own samples, too
 CONFINED = {
     "pandas": {"frames", "compare", "tables", "figures", "headline"},
     "matplotlib": {"figures"},

@@ -152,7 +152,7 @@ def test_printed_profiles_are_shell(name: str) -> None:
     assert shell(text) == profile_env(name)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)  # each starts a shell
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1))
 def test_printed_values_are_quoted(value: str) -> None:
     assert shell(format_profile(Profile("own", {"NCCL_TOPO_FILE": value}))) == {"NCCL_TOPO_FILE": value}

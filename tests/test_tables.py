@@ -265,6 +265,42 @@ def test_plain_frames_become_tables_and_empty_ones_say_so() -> None:
     assert "None." in empty.to_latex()
 
 
+def test_the_ab_table_names_what_differs_and_what_is_shared(tmp_path: Path) -> None:
+    sweep = synthetic.build_ab_sweep(
+        nccl_profiles=("none", "pcie"), starts=3,
+        variants={"slow": {"server_args": ("--disable-custom-all-reduce",)}},
+    )  # fmt: skip
+    table = build(synthetic.save_campaign(tmp_path, sweep, noise=0.002))[2]["ab"]
+    heading, *rows = table.rows
+    assert heading == "TP 4 · 48 new tokens · 1 request at once"
+    texts = {(r[0].text, r[1].text): (r[3].text, r[4].text) for r in rows if not isinstance(r, str)}
+    assert texts == {
+        ("NCCL pcie against none", "autoregressive"): ("faster", "custom"),
+        ("NCCL pcie against none", "autoregressive, slow"): ("faster", "nccl"),
+        ("variant slow against without", "autoregressive"): ("slower", "custom / nccl"),
+        ("variant slow against without", "autoregressive, pcie"): ("slower", "custom / nccl"),
+    }
+    first = next(r for r in rows if not isinstance(r, str))
+    assert first[2].value == pytest.approx(100 * (1 / 0.9 - 1), abs=1)  # percent
+    assert first[2].error is not None
+    assert "past NCCL" in table.notes[-1]
+
+
+def test_the_ab_table_says_when_there_is_nothing_to_compare(campaign: Path) -> None:
+    table = build(campaign)[2]["ab"]
+    assert table.rows == ("No two conditions differ in an NCCL profile, a NUMA policy or a variant alone.",)
+    assert "No two conditions" in table.to_latex()
+
+
+def test_cells_without_room_say_so(tmp_path: Path) -> None:
+    work = synthetic.Workload(prompts=("fib", "json"), max_new_tokens=(48,), concurrency=(1, 8))
+    sweep = synthetic.build_ab_sweep(tree_budgets=(64,), workload=work)
+    main = build(synthetic.save_campaign(tmp_path, sweep, changes={"tp4-b64": synthetic.cap}))[2]["main"]
+    assert {c.text for c in row_of(main, "DDTree b64 (tp4-b64)", group=1)[1:]} == {"capped"}
+    assert row_of(main, "DDTree b64")[2].value is not None
+    assert any("tp4-b64: requests-capped: not measured: the server runs 1" in note for note in main.notes)
+
+
 @pytest.mark.latex
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
 def test_every_fragment_compiles_alone(tmp_path: Path) -> None:
