@@ -1,8 +1,8 @@
 """Ratios to be believed: speedup and scaling, each with interval, n and verdict, or the reason why there is none.
 
-An observation is a server start's pooled time per output token; with one start on a side, a timed round's. All
-arithmetic is on logarithms: means are geometric, intervals 95 % by Student's t, ratios by Welch's t. One start says
-nothing about the next one, so its interval is of that start alone and the verdict says so.
+An observation is a server start's pooled time per output token; with one start on a side, a timed round's. One start
+says nothing about the next one, so its interval is of that start alone and the verdict says so. The tests are those of
+`verdicts`; verdicts of one table hold together (Holm).
 
 Speedup = baseline TPOT / method TPOT, the baseline being `auto` at the same tp_size, prompt, length and concurrency.
 `auto` itself has speedup None: it is what the others are measured against, and a 1 without a spread would be no result.
@@ -12,29 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, variance
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
-from scipy import special
 
 from benchlib import frames
 from benchlib.ceilings import floor_tok_s, step_bytes
 from benchlib.errors import ComparisonError, UnavailableError
 from benchlib.frames import ALL, CELL_FIELDS, CONDITION_FIELDS, METHOD_FIELDS, Campaign, LoadedRun, grouped, rows_of
+from benchlib.verdicts import Verdict, adjust, judge, level_of, log_interval, log_ratio, observations
 
 __all__ = [
-    *("AB_AXES", "BASELINE", "MATCHED_FIELDS", "ONE_START", "SUMMARY_KEYS", "Comparison", "build_ab"),
-    *("build_results", "build_scaling", "build_summary", "compare", "log_interval", "log_ratio"),
+    *("AB_AXES", "BASELINE", "MATCHED_FIELDS", "SUMMARY_KEYS", "build_ab"),
+    *("build_results", "build_scaling", "build_summary", "compare"),
 ]
 
-CONFIDENCE = 0.95
-# Below this many starts a side an interval may exclude 1 by luck of a small spread: it must clear 1 by MARGIN too.
-FEW_STARTS = 5
-MARGIN = 0.01
-ONE_START = "1 start: no verdict"
 BASELINE = "baseline"
 
 # Must be equal on both sides of every comparison, less the fields of the one axis that a study varies.
@@ -57,52 +50,10 @@ SUMMARY_KEYS = (
     *("error", "note"),
 )
 
-Level = Literal["start", "round"]
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """baseline TPOT / other TPOT: above 1 the other is faster."""
-
-    ratio: float
-    low: float
-    high: float
-    p_value: float
-    n_baseline: int
-    n_other: int
-    level: Level
-    verdict: str
-
-
-def log_interval(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """(geometric mean, low, high) of positive values: 95 % by Student's t on logs; ends None below two values."""
-    logs = [math.log(v) for v in values]
-    centre = fmean(logs)
-    if len(logs) < 2:
-        return math.exp(centre), None, None
-    half = _t_quantile(len(logs) - 1) * math.sqrt(variance(logs) / len(logs))
-    return math.exp(centre), math.exp(centre - half), math.exp(centre + half)
-
-
-def log_ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float, float]:
-    """(ratio of geometric means a/b, low, high, p) by Welch's t on logs; ComparisonError below two values a side."""
-    if min(len(a), len(b)) < 2:
-        raise ComparisonError(
-            f"{len(a)} against {len(b)} observations: an interval needs two a side; raise repeats or starts"
-        )
-    x, y = ([math.log(v) for v in side] for side in (a, b))
-    difference = fmean(x) - fmean(y)
-    vx, vy = variance(x) / len(x), variance(y) / len(y)
-    if vx + vy == 0:
-        return (*(math.exp(difference),) * 3, float(difference == 0))
-    df = (vx + vy) ** 2 / (vx**2 / (len(x) - 1) + vy**2 / (len(y) - 1))
-    error = math.sqrt(vx + vy)
-    half, p_value = _t_quantile(df) * error, 2 * float(special.stdtr(df, -abs(difference) / error))
-    return math.exp(difference), math.exp(difference - half), math.exp(difference + half), p_value
-
-
-def compare(baseline: Row, other: Row, *, vary: Iterable[str] = METHOD_FIELDS) -> Comparison:
+def compare(baseline: Row, other: Row, *, vary: Iterable[str] = METHOD_FIELDS) -> Verdict:
     """How many times as fast `other` decodes; ComparisonError names fields outside `vary` that differ, or says n.
 
     Starts are the observations when both sides have two, else the rounds inside the starts there are.
@@ -113,11 +64,10 @@ def compare(baseline: Row, other: Row, *, vary: Iterable[str] = METHOD_FIELDS) -
             f"{baseline['run']} and {other['run']} may not be compared, they differ in {what}. "
             f"Only {', '.join(sorted(vary))} may differ: measure both under one set-up"
         )
-    level: Level = "start" if _level(baseline) == _level(other) == "start" else "round"
-    a, b = _observations(baseline, level), _observations(other, level)
-    ratio, low, high, p_value = log_ratio(a, b)
-    verdict = ONE_START if level == "round" else _verdict(low, high, min(len(a), len(b)))
-    return Comparison(ratio, low, high, p_value, len(a), len(b), level, verdict)
+    # Only a sweep's own starts were interleaved: those of two campaigns share no block.
+    blocks = (baseline["start_numbers"], other["start_numbers"])
+    together = baseline["campaign"] == other["campaign"]
+    return judge(baseline["tpot_starts"], other["tpot_starts"], blocks=blocks if together else None)
 
 
 def build_results(campaigns: Iterable[Campaign]) -> pd.DataFrame:
@@ -130,6 +80,7 @@ def build_results(campaigns: Iterable[Campaign]) -> pd.DataFrame:
         {**cell, "status": "ok", **_figures(cell, cells), **_break_even(cell, cells), **_floor(cell, loaded)}
         for cell in cells
     ]
+    _adjust(rows, _tell_speedup)
     for campaign in loaded:
         rows += [row for run in campaign.runs for row in (_capped(run) if run.ok else _failed(run))]
         shared = {"campaign": campaign.name, "status": "failed", "tpot_starts": (), "note": "unreadable"}
@@ -159,13 +110,17 @@ def build_scaling(results: pd.DataFrame) -> pd.DataFrame:
         ideal = cell["tp_size"] / base["tp_size"]
         row = {**cell, "tp_base": base["tp_size"], "ideal": ideal}
         try:
-            found = compare(base, cell, vary=vary)
-            row |= {"scaling": found.ratio, "scaling_low": found.low, "scaling_high": found.high}
-            row |= {"efficiency": found.ratio / ideal, "scaling_note": found.verdict}
+            row["found"] = compare(base, cell, vary=vary)
         except ComparisonError:
             row |= {"scaling": None, "efficiency": None, "scaling_note": ONE_ROUND}
         rows.append(row)
+    _adjust(rows, _tell_scaling)
     return pd.DataFrame(rows).convert_dtypes()
+
+
+def _tell_scaling(row: dict[str, Any], found: Verdict) -> dict[str, Any]:
+    told = {"scaling": found.ratio, "scaling_low": found.low, "scaling_high": found.high}
+    return {**told, "efficiency": found.ratio / row["ideal"], "scaling_note": found.note}
 
 
 def build_ab(results: pd.DataFrame) -> pd.DataFrame:
@@ -184,17 +139,18 @@ def build_ab(results: pd.DataFrame) -> pd.DataFrame:
             for cell in (other for other in rest if other[axis] != first[axis]):
                 row = {**cell, "axis": axis, "a": first[axis], "b": cell[axis], "rate_a": first["decode_tok_s"]}
                 row["all_reduce"] = " / ".join(dict.fromkeys(c["all_reduce"] or "not known" for c in (first, cell)))
-                rows.append(row | _difference(first, cell, vary))
+                try:
+                    row["found"] = compare(first, cell, vary=vary)
+                except ComparisonError:
+                    row |= {"difference": None, "difference_note": ONE_ROUND}
+                rows.append(row)
+    _adjust(rows, _tell_difference)
     return pd.DataFrame(rows).convert_dtypes()
 
 
-def _difference(a: Row, b: Row, vary: Iterable[str]) -> dict[str, Any]:
-    try:
-        found = compare(a, b, vary=vary)
-    except ComparisonError:
-        return {"difference": None, "difference_note": ONE_ROUND}
+def _tell_difference(row: dict[str, Any], found: Verdict) -> dict[str, Any]:
     ends = {"difference": found.ratio, "difference_low": found.low, "difference_high": found.high}
-    return {**{key: value - 1 for key, value in ends.items()}, "difference_note": found.verdict}
+    return {**{key: value - 1 for key, value in ends.items()}, "difference_note": found.note}
 
 
 def build_summary(path: Path) -> list[dict[str, Any]]:
@@ -206,47 +162,35 @@ def build_summary(path: Path) -> list[dict[str, Any]]:
     return [{key: row.get(key) for key in SUMMARY_KEYS} for row in rows]
 
 
-def _t_quantile(df: float) -> float:
-    return float(special.stdtrit(df, (1 + CONFIDENCE) / 2))
-
-
 def _unequal(a: Row, b: Row, vary: Iterable[str]) -> list[str]:
     return [f for f in MATCHED_FIELDS if f not in vary and a[f] != b[f]]
 
 
-def _level(cell: Row) -> Level:
-    return "start" if len(cell["tpot_starts"]) > 1 else "round"
-
-
-def _observations(cell: Row, level: Level, key: str = "tpot_starts") -> list[float]:
-    """Seconds a token (`tpot_starts`) or a step (`step_starts`): of each start, or of each round."""
-    starts = cell[key]
-    if level == "round":
-        return [seconds / units for start in starts for seconds, units in start]
-    return [sum(s for s, _ in start) / sum(n for _, n in start) for start in starts]
-
-
-def _verdict(low: float, high: float, n: int) -> str:
-    margin = MARGIN if n < FEW_STARTS else 0.0
-    if low > 1 + margin:
-        return "faster"
-    if high < 1 - margin:
-        return "slower"
-    return f"cannot decide ({n} starts)" if n < FEW_STARTS else "no difference found"
+def _adjust(rows: Sequence[dict[str, Any]], write: Callable[[dict[str, Any], Verdict], dict[str, Any]]) -> None:
+    """Write into each row what its `found` says among its family: all pooled cells are one, single prompts another."""
+    for pooled in (True, False):
+        family = [row for row in rows if isinstance(row.get("found"), Verdict) and (row["prompt"] == ALL) is pooled]
+        for row, verdict in zip(family, adjust([row["found"] for row in family]), strict=True):
+            row |= write(row, verdict)
+    for row in rows:
+        row.pop("found", None)
 
 
 def _figures(cell: Row, cells: Sequence[Row]) -> dict[str, Any]:
     """Rate with interval and speedup of a cell: what is None has its reason in `note`."""
     row: dict[str, Any] = dict.fromkeys(("tpot_s", "decode_tok_s", "decode_tok_s_low", "decode_tok_s_high"))
     if cell["tpot_starts"]:
-        value, low, high = log_interval(_observations(cell, _level(cell)))
-        row |= {"level": _level(cell), "tpot_s": value, "decode_tok_s": 1 / value}
+        level = level_of(cell["tpot_starts"])
+        value, low, high = log_interval(observations(cell["tpot_starts"], level))
+        row |= {"level": level, "tpot_s": value, "decode_tok_s": 1 / value}
         row |= {"decode_tok_s_low": high and 1 / high, "decode_tok_s_high": low and 1 / low}
     found = _speedup(cell, cells)
-    if isinstance(found, str):
-        return {**row, "speedup": None, "note": found}
-    row |= {"speedup": found.ratio, "speedup_low": found.low, "speedup_high": found.high, "note": found.verdict}
-    return {**row, "speedup_p": found.p_value, "speedup_n": found.n_other, "speedup_n_baseline": found.n_baseline}
+    return {**row, "speedup": None, "note": found} if isinstance(found, str) else {**row, "found": found}
+
+
+def _tell_speedup(row: dict[str, Any], found: Verdict) -> dict[str, Any]:
+    told = {"speedup": found.ratio, "speedup_low": found.low, "speedup_high": found.high, "note": found.note}
+    return {**told, "speedup_p": found.p_adjusted, "speedup_n": found.n_other, "speedup_n_baseline": found.n_baseline}
 
 
 def _break_even(cell: Row, cells: Sequence[Row]) -> dict[str, Any]:
@@ -258,8 +202,8 @@ def _break_even(cell: Row, cells: Sequence[Row]) -> dict[str, Any]:
         c for c in cells if c["method"] == "auto" and not _unequal(c, cell, (*METHOD_FIELDS, "simulated", "server_env"))
     ]
     both = [cell, *base[:1]]
-    level: Level = "start" if all(len(c["step_starts"]) > 1 for c in both) else "round"
-    sides = [_observations(c, level, "step_starts") for c in both]
+    level = level_of(*(c["step_starts"] for c in both))
+    sides = [observations(c["step_starts"], level) for c in both]
     if not base or min(map(len, sides)) < 2:
         return dict.fromkeys(keys)
     return dict(zip(keys, log_ratio(*sides)[:3], strict=True))
@@ -278,11 +222,13 @@ def _floor(cell: Row, campaigns: Sequence[Campaign]) -> dict[str, Any]:
     except UnavailableError:
         return nothing
     floor = floor_tok_s(moved, min(device.copy_gb_s for device in campaign.bandwidth))
-    rate = 1 / log_interval(_observations(cell, _level(cell)))[0] if cell["tpot_starts"] else None
-    return {"floor_tok_s": floor, "floor_share": rate and rate / floor}
+    if not (starts := cell["tpot_starts"]):
+        return {**nothing, "floor_tok_s": floor}
+    tpot_s, _, _ = log_interval(observations(starts, level_of(starts)))
+    return {"floor_tok_s": floor, "floor_share": 1 / tpot_s / floor}
 
 
-def _speedup(cell: Row, cells: Sequence[Row]) -> Comparison | str:
+def _speedup(cell: Row, cells: Sequence[Row]) -> Verdict | str:
     """The comparison with its baseline, or the short reason why there is none."""
     same = [c for c in cells if c["method"] == "auto" and all(c[f] == cell[f] for f in _PLACE)]
     for hindrance, applies in _HINDRANCES.items():

@@ -49,7 +49,7 @@ _SERVING = (
     *("attention_backend", "page_size", "disable_overlap_schedule", "disable_radix_cache", "mamba_ssm_dtype"),
     *("kv_cache_dtype", "sampling_backend", "cuda_graph_bs_decode", "disable_custom_all_reduce"),
 )
-_KEPT = ("run", "label", "variant", "all_reduce", "gpus", *CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")
+_KEPT = ("run", "start", "label", "variant", "all_reduce", "gpus", *CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")
 _SUMMED = (
     *("n_requests", "window_s", "completion_tokens", "prompt_tokens", "decode_s", "decode_tokens", "decode_steps"),
     *("verify_ct", "correct_drafts", "energy_j", "throttled_s"),
@@ -211,6 +211,7 @@ def condition_of(run: LoadedRun) -> Row:
         "run": run.name,
         "run_ok": run.ok,
         "label": condition_label(spec),
+        "start": spec.start,
         "variant": spec.variant,
         "all_reduce": run.record.nccl.decode_all_reduce if run.record.nccl else None,
         "gpus": placement.label if (placement := server and server.placement) else None,
@@ -373,6 +374,7 @@ def _cell(group: list[Row]) -> Row:
         "n_failed": sum(r["n_failed"] for r in group),
         "error": next(iter(_texts(group, "error")), None),
         "tpot_starts": tuple(tuple(start) for start in rounds if start),
+        "start_numbers": tuple(s[0]["start"] for s, kept in zip(starts, rounds, strict=True) if kept),
         "step_starts": tuple(tuple(start) for start in steps if start),
         "energy_per_token_j": _per(pooled["energy_j"], tokens),
         "power_w": _per(pooled["energy_j"], window),

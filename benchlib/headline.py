@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchlib.compare import BASELINE, ONE_START
+from benchlib.compare import BASELINE
 from benchlib.frames import ALL, Row, rows_of
 from benchlib.tables import group_heading, group_of, span
 from benchlib.typeset import escape_tex, redact
+from benchlib.verdicts import ONE_START
 
 __all__ = ["build_headline", "build_macros", "save_macros", "source_note"]
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pandas as pd
 
-from benchlib.compare import AB_AXES, BASELINE, ONE_ROUND, ONE_START, compare
+from benchlib.compare import AB_AXES, BASELINE, ONE_ROUND, compare
 from benchlib.errors import ComparisonError
 from benchlib.frames import ALL, Row, grouped, method_label, rows_of
 from benchlib.metrics import METRICS
 from benchlib.telemetry import MAX_THROTTLED_SHARE
 from benchlib.typeset import Cell, Column, Table, redact
+from benchlib.verdicts import ONE_START
 
 __all__ = ["build_tables", "frame_table", "group_heading", "group_of", "span"]
 
