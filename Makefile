@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 RUN := $(BIN)/benchlib
 
-.PHONY: help demo test check test-engine test-sglang-cpu test-latex test-browser bench-engine lab report-sample clean
+.PHONY: help demo test check test-engine test-gate test-sglang-cpu test-latex test-browser bench-client bench-engine lab report-sample clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/  -/'
 
@@ -39,6 +39,9 @@ check: $(VENV)/dev.done  ## format, lint and types
 test-engine: $(VENV)/dev.done  ## the full grid of the embedded engine: an hour
 	$(BIN)/python -m pytest -q -m 'engine or slow' --timeout 3600
 
+test-gate: $(VENV)/dev.done  ## leaks planted in servers are caught, 50 clean servers pass: ten minutes
+	$(BIN)/python -m pytest -q -m slow --timeout 3600 tests/gate
+
 test-latex: $(VENV)/dev.done  ## every table compiled by LaTeX (needs latexmk)
 	$(BIN)/python -m pytest -q -m latex
 
@@ -52,6 +55,9 @@ test-sglang-cpu: $(VENV)/dev.done .venv-sglang/done  ## the chain against a stoc
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/pip install --quiet --disable-pip-version-check sglang==0.5.23
 	@touch $@
+
+bench-client: $(VENV)/dev.done  ## our client beside SGLang's two, where BENCHLIB_SGLANG_PYTHON has one (CLIENT_FLAGS=--fifo on a busy machine)
+	$(BIN)/python -m tests.bench_client.compare $(CLIENT_FLAGS)
 
 bench-engine: $(VENV)/dev.done  ## the embedded engine by itself, beside transformers
 	$(BIN)/python -m benchlib.reference_engine.bench

@@ -11,9 +11,12 @@ A failed request is a measurement too: what went wrong goes to `RequestRecord.er
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import math
+import re
 import time
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
@@ -22,12 +25,15 @@ from urllib.parse import urlsplit
 import orjson
 
 from benchlib.errors import RequestError
-from benchlib.stream import Exchange, read_reason
+from benchlib.stream import Exchange, Piece, read_reason
 
-__all__ = ["call", "generate_round", "get_json", "run_async"]
+__all__ = ["call", "closed_loop", "generate_round", "get_json", "run_async"]
 
 T = TypeVar("T")
+S = TypeVar("S", bound="_Stream")
 CONNECT_TIMEOUT_S = 10.0
+LAST_CHUNK = b"\r\n0\r\n\r\n"
+LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 def _split_url(url: str) -> tuple[str, int, str]:
@@ -101,7 +107,7 @@ async def generate_round(
     A request is given up `timeout_s` after it was sent, or when no byte arrived for `stall_s`.
     """
     host, port, path = _split_url(url)
-    opened = await asyncio.gather(*(_open(host, port) for _ in bodies))
+    opened = await asyncio.gather(*(_open(_Stream(), host, port) for _ in bodies))
     messages = [_message(host, port, f"{path}/generate", body) for body in bodies]
     for stream, message in zip(opened, messages, strict=True):
         stream.exchange.sent = time.perf_counter()
@@ -111,8 +117,67 @@ async def generate_round(
     return [stream.exchange for stream in opened]
 
 
-async def _open(host: str, port: int) -> _Stream:
-    stream = _Stream()
+class _Worker(_Stream):
+    """Sends the next of the shared messages as soon as a reply has ended: no task is woken in between."""
+
+    def __init__(self, messages: deque[bytes], exchanges: list[Exchange]) -> None:
+        super().__init__()
+        self.messages, self.exchanges = messages, exchanges
+
+    def send_next(self) -> None:
+        if not self.messages:
+            self.finish(None)
+            return
+        message = self.messages.popleft()
+        # A connection that could not be opened fails its message; a reply that ended left no failure.
+        self.exchange = Exchange(time.perf_counter(), failure=self.exchange.failure)
+        self.exchanges.append(self.exchange)
+        if self.transport is not None:
+            self.transport.write(message)
+
+    def data_received(self, data: bytes) -> None:
+        pieces = self.exchange.pieces
+        pieces.append((time.perf_counter(), data))
+        # Elsewhere a reply does not end, unless it is a short one of known length.
+        if (data.endswith(LAST_CHUNK) or len(data) < 8 or len(pieces) < 4) and _is_whole(pieces):
+            self.send_next()
+
+
+def _is_whole(pieces: Sequence[Piece]) -> bool:
+    """Whether a reply has ended and leaves its connection open for the next one."""
+    head, separator, body = b"".join(data for _, data in pieces).partition(b"\r\n\r\n")
+    if not separator or head.startswith(b"HTTP/1.0") or b"\r\nconnection: close" in head.lower():
+        return False
+    if b"\r\ntransfer-encoding: chunked" in head.lower():
+        return (b"\r\n" + body).endswith(LAST_CHUNK)
+    found = LENGTH.search(head)
+    return found is not None and len(body) >= int(found[1])
+
+
+async def closed_loop(
+    url: str, bodies: Sequence[dict[str, Any]], *, streams: int, timeout_s: float, stall_s: float = math.inf
+) -> list[Exchange]:
+    """POST every body to `url`, `streams` at any time, each connection's next one when its last has ended.
+
+    In the order sent. Connections are open before the first is written, and used again where the server lets them.
+    Given up as in `generate_round`.
+    """
+    host, port, path = _split_url(url)
+    messages = deque(_message(host, port, path, body, "keep-alive") for body in bodies)
+    exchanges: list[Exchange] = []
+
+    async def work(worker: _Worker) -> None:
+        while messages:
+            worker.send_next()
+            await _ended(worker, timeout_s, stall_s)
+            worker = await _open(_Worker(messages, exchanges), host, port) if messages else worker
+
+    opened = await asyncio.gather(*(_open(_Worker(messages, exchanges), host, port) for _ in range(streams)))
+    await asyncio.gather(*map(work, opened))
+    return exchanges
+
+
+async def _open(stream: S, host: str, port: int) -> S:
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await asyncio.get_running_loop().create_connection(lambda: stream, host, port)
@@ -123,9 +188,9 @@ async def _open(host: str, port: int) -> _Stream:
 
 async def _ended(stream: _Stream, timeout_s: float, stall_s: float) -> None:
     """Wait for the end of a stream; give it up when it takes too long or nothing arrives for too long."""
-    pieces = stream.exchange.pieces
     try:
         while not stream.done.done():
+            pieces = stream.exchange.pieces  # of the present reply
             heard = pieces[-1][0] if pieces else stream.exchange.sent
             end, stall = stream.exchange.sent + timeout_s, heard + stall_s
             if (left := min(end, stall) - time.perf_counter()) > 0:
@@ -139,11 +204,11 @@ async def _ended(stream: _Stream, timeout_s: float, stall_s: float) -> None:
             stream.transport.abort()
 
 
-def _message(host: str, port: int, path: str, body: dict[str, Any]) -> bytes:
+def _message(host: str, port: int, path: str, body: dict[str, Any], connection: str = "close") -> bytes:
     data = orjson.dumps(body)
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-        f"Accept: text/event-stream\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        f"Accept: text/event-stream\r\nContent-Length: {len(data)}\r\nConnection: {connection}\r\n\r\n"
     )
     return head.encode() + data
 
@@ -154,6 +219,8 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
     loop = uvloop.new_event_loop()
     task = loop.create_task(work)
+    collecting = gc.isenabled()
+    gc.disable()  # a collection is a pause, and a round's pieces would be looked through again and again
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="benchlib-client") as pool:
             try:
@@ -163,3 +230,5 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
                 raise
     finally:
         loop.close()
+        if collecting:
+            gc.enable()

@@ -25,9 +25,11 @@ from benchlib.spec import Engine, RunSpec
 
 __all__ = [
     "ALGORITHMS",
+    "EngineBuild",
     "Launch",
     "build_launch",
     "check_server_info",
+    "engine_build",
     "engine_version",
     "flag_value",
     "nccl_variables",
@@ -60,6 +62,16 @@ MATCHED_FLAGS: dict[str, tuple[str, ...]] = {
 MATCHED_GPU_FLAGS = {"--page-size": ("1",), "--mamba-ssm-dtype": ("float32",)}
 PYTHON_VARIABLE = "BENCHLIB_SGLANG_PYTHON"
 PROBE_TIMEOUT_S = 180.0
+# Run by the engine's own Python: version, commit (PEP 610: of a package installed from a repository), plug-ins.
+BUILD_PROBE = """
+import json, sys
+from importlib import metadata
+package = metadata.distribution(sys.argv[1])
+print(package.version)
+print(json.loads(package.read_text("direct_url.json") or "{}").get("vcs_info", {}).get("commit_id", ""))
+for entry in metadata.entry_points(group=f"{package.name}.srt.plugins"):
+    print(entry.name, entry.dist.version)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,15 @@ class Launch:
 
     argv: tuple[str, ...]
     env: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBuild:
+    """Which build of an engine an interpreter would start; None or empty where its installation does not tell."""
+
+    version: str | None = None
+    commit: str | None = None
+    plugins: tuple[tuple[str, str], ...] = ()  # (name, version) of each that the engine would load
 
 
 def server_python(spec: RunSpec) -> str:
@@ -113,7 +134,7 @@ def build_launch(
         known = SGLANG_FLAGS
     else:
         known = _known_flags(spec.engine, python, _items(spec.server_env))
-        version = engine_version(spec.engine, python, _items(spec.server_env))
+        version = engine_build(spec.engine, python, _items(spec.server_env)).version
         engine += f" {version}" if version else ""
     _check_available(spec, known, engine)
     given = {argument.partition("=")[0] for argument in spec.server_args}
@@ -192,18 +213,26 @@ def _items(env: Mapping[str, str]) -> Variables:
 
 
 @functools.cache
-def engine_version(engine: Engine, python: str, env: Variables = ()) -> str | None:
-    """Version of the engine that `python` would start; None where it has none. Asked once a process.
+def engine_build(engine: Engine, python: str, env: Variables = ()) -> EngineBuild:
+    """The build of the engine that `python` would start. Asked once a process.
 
     `env`: the variables that its server gets, since they may say where it lies (PYTHONPATH).
     """
     package = "benchlib" if engine == "reference" else engine
-    code = f"from importlib.metadata import version; print(version({package!r}))"
     try:
-        result = _ask([python, "-c", code], env, timeout_s=30)
+        result = _ask([python, "-c", BUILD_PROBE, package], env, timeout_s=30)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None
+        return EngineBuild()
+    lines = result.stdout.splitlines()
+    version, commit = [*lines, "", ""][:2]
+    plugins = sorted((name, number) for name, _, number in (line.rpartition(" ") for line in lines[2:]))
+    return EngineBuild(version or None, commit or None, tuple(plugins))
+
+
+@functools.cache
+def engine_version(engine: Engine, python: str, env: Variables = ()) -> str | None:
+    """Version of the engine that `python` would start; None where it has none."""
+    return engine_build(engine, python, env).version
 
 
 @functools.cache

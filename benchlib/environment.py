@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from benchlib.engines import engine_version, nccl_variables, server_python
+from benchlib.engines import engine_build, nccl_variables, server_python
 from benchlib.model_files import read_model
 from benchlib.spec import RunSpec, content_hash
 from benchlib.tuning import read_tuning, tuning_facts
@@ -35,13 +35,18 @@ ENGINE_FILES = (".py", ".safetensors", ".json")
 def collect_environment(spec: RunSpec) -> dict[str, Any]:
     """Provenance of a run about to start; `identity` is what resuming compares. Unknown values are None."""
     versions = {name: _version(name) for name in PACKAGES}
-    engine = engine_version(spec.engine, server_python(spec), tuple(sorted(spec.server_env.items())))
+    build = engine_build(spec.engine, server_python(spec), tuple(sorted(spec.server_env.items())))
+    engine = {
+        "engine_version": build.version,
+        "engine_commit": build.commit,
+        "engine_plugins": dict(build.plugins),
+    }
     gpus = list_gpus()
     cpu = _line("/proc/cpuinfo", "model name") or platform.processor() or None
     return {
         "python": platform.python_version(),
         "packages": versions,
-        "engine_version": engine,
+        **engine,
         "git": read_git(Path(__file__).parent),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu_model": cpu,
@@ -54,7 +59,7 @@ def collect_environment(spec: RunSpec) -> dict[str, Any]:
         "tuning": tuning_facts(read_tuning()),
         "identity": {
             "packages": {name: versions[name] for name in IDENTITY_PACKAGES},
-            "engine_version": engine,
+            **engine,
             "engine_digest": _engine_digest() if spec.engine == "reference" else None,
             "variables": {
                 name: value

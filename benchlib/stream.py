@@ -14,7 +14,7 @@ import orjson
 
 from benchlib.record import RequestRecord, Tick
 
-__all__ = ["Exchange", "read_reason", "request_record"]
+__all__ = ["Exchange", "read_reason", "request_record", "split_response"]
 
 # Numbers of meta_info that are kept as the server's own view of time; no rate is computed from them.
 CLOCK_DIGITS = 9  # the clock counts nanoseconds; what a difference shows beyond is not time
@@ -34,7 +34,7 @@ class Exchange:
 
 def request_record(exchange: Exchange, *, epoch: float, ignore_eos: bool, **place: Any) -> RequestRecord:
     """The record of an exchange; `place` are the fields that say which request it was, `epoch` the run's zero."""
-    status, body = _response(exchange.pieces)
+    status, body = split_response(exchange.pieces)
     events = list(_events(body)) if status == 200 else []
     meta = _meta(events[-1][1]) if events else {}
     ticks, error = _ticks((round(stamp - exchange.sent, CLOCK_DIGITS), event) for stamp, event in events)
@@ -75,7 +75,7 @@ def request_record(exchange: Exchange, *, epoch: float, ignore_eos: bool, **plac
     )
 
 
-def _response(pieces: Sequence[Piece]) -> tuple[int | None, list[Piece]]:
+def split_response(pieces: Sequence[Piece]) -> tuple[int | None, list[Piece]]:
     """Status and body; None where not even the head came whole."""
     seen = b""
     for index, (stamp, data) in enumerate(pieces):

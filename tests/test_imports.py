@@ -37,6 +37,8 @@ COLLECTING = {
     "machine": {"binding", "engines", "errors", "host", "links", "placement", "spec", "topology"},
     "telemetry": {"errors", "record", "spec", "topology"},
     "supervisor": set(),
+    "paced_server": {"errors"},
+    "clock": {"client", "errors", "metrics", "paced_server", "stream"},
     "server": {"client", "engines", "errors", "host", "machine", "record", "server_log", "spec", "stream"},
     "warnings": {"nccl", "placement", "record", "server_log", "spec", "telemetry"},
     "measure": {
@@ -132,6 +134,7 @@ def test_help_is_quick() -> None:
         "doctor",
         "tune",
         "compare",
+        "bench",
     ):
         assert command in done.stdout
 
