@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,12 @@ def main(arguments: list[str]) -> int:
         os.sched_setaffinity(0, map(int, cpus.split(",")))  # the server inherits it
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # SGLang leaves sockets and files behind in the temporary folder: one of its own goes with it. Compiled kernels stay
+    # where they are found again.
+    shared = Path(tempfile.gettempdir())
+    held = tempfile.TemporaryDirectory(prefix="benchlib-", ignore_cleanup_errors=True)
+    cache = str(shared / f"torchinductor_{os.getuid()}")
+    env = {"TORCHINDUCTOR_CACHE_DIR": cache, **os.environ, "TMPDIR": held.name}
     with Path(log).open("wb") as output:
         # The server's own group, so that all of it can be ended; its stdin is not ours, which only signals death.
         server = subprocess.Popen(
@@ -39,6 +46,7 @@ def main(arguments: list[str]) -> int:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=env,
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
     try:
@@ -50,7 +58,22 @@ def main(arguments: list[str]) -> int:
                 return 0
         return code if code >= 0 else 128 - code
     finally:
+        mapped = _shared_memory(server.pid)
         _end_group(server, float(grace_s))
+        for path in mapped - _shared_memory(None):
+            path.unlink(missing_ok=True)
+        held.cleanup()
+
+
+def _shared_memory(session: int | None) -> set[Path]:
+    """Files in /dev/shm that processes of a session (None: any) hold; a killed server unlinks none of them."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if session in (None, os.getsid(int(maps.parent.name))):
+                words = (line.split()[-1] for line in maps.read_text(encoding="utf-8").splitlines())
+                found |= {Path(word) for word in words if word.startswith("/dev/shm/")}
+    return found
 
 
 def _die_with_parent() -> None:  # pragma: no cover - runs between fork and exec, where nothing is recorded

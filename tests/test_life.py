@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -32,8 +31,6 @@ from tests.contract.conftest import LAPTOP, NEEDS_SGLANG, sglang_spec
 
 ROOT = Path(__file__).parents[1]
 SHARED = Path("/dev/shm")
-# Of its inner connections: SGLang makes them under random names, some of them never used, and does not remove them.
-SGLANGS_OWN = re.compile(r"tmp\w{8}")
 MakeSpec = Callable[..., RunSpec]
 Serve = Callable[..., str]
 Started = Callable[[], list[list[str]]]
@@ -74,10 +71,10 @@ def leaves_nothing(
         assert len(runs) == count
         assert not started()
         assert psutil.Process().num_fds() <= open_before
-        # Of shared memory, only what an engine of ours would leave: others use this machine too.
-        shared = {path for path in files(SHARED) if path.name.startswith("benchlib-")}
-        left = (files(scratch) | shared) - before
-        assert not {path for path in left if not (spec.engine == "sglang" and SGLANGS_OWN.fullmatch(path.name))}
+        # Of shared memory, only what these engines would leave: others use this machine too.
+        ours = ("benchlib-", "sglang_") if spec.engine == "sglang" else ("benchlib-",)
+        shared = {path for path in files(SHARED) if path.name.startswith(ours)}
+        assert not (files(scratch) | shared) - before
 
     return check
 
