@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchlib import cli_bench, cli_compare, cli_machine
+from benchlib import cli_bench, cli_compare, cli_machine, cli_validate
 from benchlib.cli_machine import BusyOption, JsonOption, named_busy
 from benchlib.errors import BenchlibError, SpecError
 
@@ -38,6 +38,7 @@ app = typer.Typer(
 app.add_typer(cli_machine.app)
 app.add_typer(cli_compare.app)
 app.add_typer(cli_bench.app)
+app.add_typer(cli_validate.app)
 
 INTERRUPTED = 130
 PLAN_COLUMNS = (

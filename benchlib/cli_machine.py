@@ -159,7 +159,7 @@ def doctor(
         given = {"engine": engine} if engine else {}
         specs: Sequence[RunSpec] = load_sweep(sweep, **given).runs()
     else:
-        flags = {"engine": engine or "sglang", "tp_size": tp_size or 1, "model_path": model_path}
+        flags = {"engine": engine or "sglang", "tp_size": 1 if tp_size is None else tp_size, "model_path": model_path}
         specs = [RunSpec.from_parameters(flags)]
     checks = examine(specs, since_boot=boot_of(RESULTS / specs[0].campaign))
     if as_json:

@@ -77,7 +77,7 @@ def build_results(campaigns: Iterable[Campaign]) -> pd.DataFrame:
     rounds = frames.build_rounds(requests) if len(requests) else requests
     cells = rows_of(frames.build_cells(rounds)) if len(rounds) else []
     rows: list[dict[str, Any]] = [
-        {**cell, "status": "ok", **_figures(cell, cells), **_break_even(cell, cells), **_floor(cell, loaded)}
+        {**cell, "status": "ok", **_figures(cell, cells, loaded), **_break_even(cell, cells), **_floor(cell, loaded)}
         for cell in cells
     ]
     _adjust(rows, _tell_speedup)
@@ -176,7 +176,7 @@ def _adjust(rows: Sequence[dict[str, Any]], write: Callable[[dict[str, Any], Ver
         row.pop("found", None)
 
 
-def _figures(cell: Row, cells: Sequence[Row]) -> dict[str, Any]:
+def _figures(cell: Row, cells: Sequence[Row], campaigns: Sequence[Campaign]) -> dict[str, Any]:
     """Rate with interval and speedup of a cell: what is None has its reason in `note`."""
     row: dict[str, Any] = dict.fromkeys(("tpot_s", "decode_tok_s", "decode_tok_s_low", "decode_tok_s_high"))
     if cell["tpot_starts"]:
@@ -184,6 +184,9 @@ def _figures(cell: Row, cells: Sequence[Row]) -> dict[str, Any]:
         value, low, high = log_interval(observations(cell["tpot_starts"], level))
         row |= {"level": level, "tpot_s": value, "decode_tok_s": 1 / value}
         row |= {"decode_tok_s_low": high and 1 / high, "decode_tok_s_high": low and 1 / low}
+    wrong = next(c.not_lossless.get(cell["run"]) for c in campaigns if c.name == cell["campaign"])
+    if wrong and cell["method"] != "auto":
+        return {**row, "speedup": None, "note": WRONG_OUTPUT, "error": f"not lossless: {wrong}"}
     found = _speedup(cell, cells)
     return {**row, "speedup": None, "note": found} if isinstance(found, str) else {**row, "found": found}
 
@@ -242,6 +245,7 @@ def _speedup(cell: Row, cells: Sequence[Row]) -> Verdict | str:
 
 
 ONE_ROUND = "1 round: no interval"
+WRONG_OUTPUT = "wrong output"
 # Where a baseline is looked for: the rest of MATCHED_FIELDS must then agree, or the note names what does not.
 _PLACE = ("campaign", "tp_size", *CELL_FIELDS)
 _HINDRANCES: dict[str, Callable[[Row, Sequence[Row]], bool]] = {

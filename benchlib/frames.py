@@ -21,6 +21,7 @@ import pandas as pd
 from benchlib import metrics
 from benchlib.ceilings import Bandwidth, load_bandwidth
 from benchlib.errors import RecordError
+from benchlib.losslessness import not_lossless
 from benchlib.record import RequestRecord, RunRecord, load_record, load_requests
 from benchlib.spec import RunSpec
 from benchlib.telemetry import TelemetryRecord, counter_energy_j, energy_j, load_telemetry, throttled_share
@@ -39,7 +40,7 @@ Row = dict[str, Any]
 METHOD_FIELDS = ("method", "tree_budget", "block_size", "verify_tokens", "draft_model")
 # With the fields below they make a condition; runs that differ in one are never pooled.
 CONDITION_FIELDS = (
-    *("campaign", "engine", "engine_version", "engine_digest", "packages", "variables", "devices"),
+    *("campaign", "engine", "engine_version", "engine_commit", "engine_digest", "packages", "variables", "devices"),
     *("model", "weights", "simulated", "tp_size", *METHOD_FIELDS, "nccl_profile", "numa_policy", "nccl", "serving"),
     *("max_running_requests", "server_args", "server_env", "prompt_set", "temperature", "ignore_eos", "seed"),
 )
@@ -86,6 +87,7 @@ class Campaign:
     runs: tuple[LoadedRun, ...]
     broken: dict[str, str] = field(default_factory=dict)
     bandwidth: tuple[Bandwidth, ...] = ()
+    not_lossless: dict[str, str] = field(default_factory=dict)
 
 
 def find_folder(path: Path | str) -> Path:
@@ -112,7 +114,7 @@ def load_campaign(path: Path | str) -> Campaign:
             broken[child.name] = str(error)
     if not runs and not broken:
         raise RecordError(f"{path} holds no run: expected folders such as {folder.name}/tp1-auto/record.json")
-    return Campaign(folder.name, tuple(runs), broken, load_bandwidth(folder))
+    return Campaign(folder.name, tuple(runs), broken, load_bandwidth(folder), not_lossless(folder) if runs else {})
 
 
 def load_campaigns(paths: Iterable[Path | str]) -> list[Campaign]:
@@ -217,6 +219,7 @@ def condition_of(run: LoadedRun) -> Row:
         "gpus": placement.label if (placement := server and server.placement) else None,
         "nccl": identity.get("nccl"),
         "engine_version": (server and server.version) or identity.get("engine_version"),
+        "engine_commit": identity.get("engine_commit"),
         "engine_digest": identity.get("engine_digest"),
         "packages": _joined(identity.get("packages")),
         "variables": _joined(identity.get("variables")),

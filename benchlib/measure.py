@@ -17,6 +17,7 @@ from typing import Any
 
 from benchlib.client import call, generate_round, run_async
 from benchlib.errors import RequestError
+from benchlib.gaps import PromptGaps, measure_gaps, save_gaps
 from benchlib.nccl import parse_nccl_log
 from benchlib.prompts import Prompt, build_prompts
 from benchlib.record import CellRecord, RequestRecord, RunRecord, ServerRecord, run_identity, save_run
@@ -62,6 +63,7 @@ class Measurement:
     warnings: tuple[str, ...]
     error: str | None
     telemetry: TelemetryRecord | None = None
+    gaps: dict[str, PromptGaps] | None = None
 
 
 def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
@@ -93,14 +95,22 @@ def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
                 error += str(records[0].error)
                 break
     seen = telemetry.build_record() if gpus else None
+    gaps = None
+    if error is None and _is_reference(spec, server):
+        try:
+            longest, patience_s = max(work.max_new_tokens), spec.request_timeout_s
+            gaps = measure_gaps(server.url, prompts, longest, ignore_eos=work.ignore_eos, timeout_s=patience_s)
+        except RequestError as missing:
+            warnings.append(format_warning("no-gaps", reason=str(missing)))
     return Measurement(
         started_at=started_at,
         duration_s=time.perf_counter() - epoch,
-        cells=tuple(_cell_record(cell, cell.timed(requests), limit, seen) for cell in asked),
+        cells=tuple(_cell_record(spec, cell, cell.timed(requests), limit, seen) for cell in asked),
         requests=tuple(requests),
         warnings=tuple(dict.fromkeys(warnings)),
         error=error or _incomplete(cells, requests, limit),
         telemetry=seen,
+        gaps=gaps,
     )
 
 
@@ -130,7 +140,15 @@ def save_measurement(
     )
     if measurement.telemetry:
         save_telemetry(folder, measurement.telemetry)
+    if measurement.gaps:
+        save_gaps(folder, measurement.gaps)
     return save_run(folder, record, measurement.requests)
+
+
+def _is_reference(spec: RunSpec, server: ServerRecord) -> bool:
+    """Whether others' outputs are held against this run's: then it is asked how close its choices were."""
+    simulated = any("SIMULATE_ACC" in name for name in server.env)
+    return spec.method == "auto" and spec.workload.temperature == 0 and not simulated
 
 
 def format_requests(measurement: Measurement) -> str:
@@ -189,7 +207,7 @@ def _flush(url: str) -> list[str]:
 
 
 def _cell_record(
-    cell: Cell, timed: Sequence[RequestRecord], limit: int, telemetry: TelemetryRecord | None
+    spec: RunSpec, cell: Cell, timed: Sequence[RequestRecord], limit: int, telemetry: TelemetryRecord | None
 ) -> CellRecord:
     slowed = check_throttling(timed, telemetry) if telemetry else ()
     capped = format_warning("requests-capped", limit=limit, asked=cell.concurrency)
@@ -199,7 +217,9 @@ def _cell_record(
         concurrency=cell.concurrency,
         rounds=len({r.round for r in timed}),
         prompt_sha256=cell.prompt.sha256,
-        warnings=(*check_cell(timed), *slowed) if cell.concurrency <= limit else (capped,),
+        warnings=(*check_cell(timed, real_text=spec.weights == "real"), *slowed)
+        if cell.concurrency <= limit
+        else (capped,),
     )
 
 

@@ -14,8 +14,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    *("METRICS", "Metric", "accept_length", "add_histograms", "budget_efficiency", "decode_steps", "decode_tok_s"),
-    *("decode_window", "e2e_latency_s", "full_block_share", "peak_concurrency", "step_ms", "tpot_s", "ttft_s"),
+    *(
+        "METRICS",
+        "Metric",
+        "REPETITIVE",
+        "accept_length",
+        "add_histograms",
+        "budget_efficiency",
+        "decode_steps",
+        "decode_tok_s",
+    ),
+    *(
+        "decode_window",
+        "e2e_latency_s",
+        "full_block_share",
+        "peak_concurrency",
+        "repetition_share",
+        "step_ms",
+        "tpot_s",
+        "ttft_s",
+    ),
 ]
 
 Tick = tuple[float, int]
@@ -68,6 +86,18 @@ METRICS: dict[str, Metric] = {
         Metric("verify_tokens", "tokens", "Tokens per verify step", None, "Verify", 0),
     )
 }
+
+
+REPETITIVE = 0.5  # of a whole output: from here on it says the same again, which a drafter guesses at once
+
+
+def repetition_share(ids: Sequence[int], size: int = 8) -> float | None:
+    """Share (0 to 1) of an output's runs of `size` tokens that it held before: 0 all new, near 1 a loop.
+
+    None for an output too short to tell, of fewer than `2 * size` tokens.
+    """
+    grams = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
+    return 1 - len(set(grams)) / len(grams) if len(ids) >= 2 * size else None
 
 
 def ttft_s(ticks: Sequence[Tick]) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchlib.compare import AB_AXES, BASELINE, ONE_ROUND, compare
+from benchlib.compare import AB_AXES, BASELINE, ONE_ROUND, WRONG_OUTPUT, compare
 from benchlib.errors import ComparisonError
 from benchlib.frames import ALL, Row, grouped, method_label, rows_of
 from benchlib.metrics import METRICS
@@ -33,6 +33,7 @@ _WORDS = {
     ONE_ROUND: ("1 round", "two rounds are needed for an interval, and no speedup is given without one"),
     "failed": ("failed", ""),
     "capped": ("capped", ""),
+    WRONG_OUTPUT: ("wrong output", "a fast wrong answer is no speedup"),
     "unreadable": ("unreadable", ""),
 }
 _DIFFERS = ("differs", "the runs differ in more than the method")

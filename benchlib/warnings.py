@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchlib.metrics import REPETITIVE, repetition_share
 from benchlib.nccl import NcclLog, variables_differ
 from benchlib.placement import format_devices
 from benchlib.record import RequestRecord, ServerRecord
@@ -54,6 +55,10 @@ CODES = {
     "ended-badly": "after the record was written: {what}. The measurement is whole; see what is left on the machine.",
     "no-graph": "{n} of {total} logged decode batches ran without a CUDA graph: their steps are longer. Capture the "
     "batch sizes in use (--cuda-graph-bs-decode).",
+    "no-gaps": "how close the server's choices were could not be asked ({reason}): `validate` cannot tell a near tie "
+    "from a fault.",
+    "degenerate-output": "{percent:.0f}% of an output's 8-grams had stood in it before: a loop, which is easy to draft "
+    "and flatters acceptance. Take other prompts, or stop at EOS.",
     "retracted": "the server put running requests back {n} times for want of memory: their times hold a queue. Lower "
     "concurrency, or give its caches more memory.",
     "throttled": "GPU {gpu} was slowed down for {percent:.0f}% of the timed rounds (power cap or heat, see "
@@ -67,8 +72,8 @@ def format_warning(code: str, **values: object) -> str:
     return f"{code}: {CODES[code].format(**values)}"
 
 
-def check_cell(timed: Sequence[RequestRecord]) -> tuple[str, ...]:
-    """Warnings of one cell, from its timed requests."""
+def check_cell(timed: Sequence[RequestRecord], *, real_text: bool = True) -> tuple[str, ...]:
+    """Warnings of one cell, from its timed requests; without `real_text` what they say means nothing."""
     total, found = len(timed), []
     whole = [r for r in timed if r.error is None]
     if failed := [r for r in timed if r.error is not None]:
@@ -77,6 +82,9 @@ def check_cell(timed: Sequence[RequestRecord]) -> tuple[str, ...]:
         found.append(format_warning("cached-tokens", n=len(hits), total=total, most=max(hits)))
     if short := [r for r in whole if (r.completion_tokens or 0) < r.max_new_tokens]:
         found.append(format_warning("short-output", n=len(short), total=total, asked=short[0].max_new_tokens))
+    shares = [share for r in whole if r.output_ids and (share := repetition_share(r.output_ids)) is not None]
+    if real_text and shares and max(shares) >= REPETITIVE:
+        found.append(format_warning("degenerate-output", percent=100 * max(shares)))
     return (*found, *_check_spread(_round_rates(whole)))
 
 

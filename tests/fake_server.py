@@ -96,6 +96,8 @@ class Handler(BaseHTTPRequestHandler):
         raise ConnectionAbortedError
 
     def stream(self, asked: dict[str, Any]) -> None:
+        if not asked.get("stream"):
+            return self.whole(asked["sampling_params"]["max_new_tokens"])
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
@@ -114,6 +116,12 @@ class Handler(BaseHTTPRequestHandler):
                 raise ConnectionAbortedError
         self.wfile.write(b"E\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         self.close_connection = True
+
+    def whole(self, total: int) -> None:
+        """An answer in one piece, each token a clear choice before the next one."""
+        reply = self.chunk(0, total, total, 1)
+        reply["meta_info"]["output_top_logprobs"] = [[[-0.1, i, None], [-4.0, i + 1, None]] for i in range(total)]
+        self.answer(200, json.dumps(reply).encode())
 
     def chunk(self, before: int, sent: int, total: int, steps: int) -> dict[str, Any]:
         o = self.options

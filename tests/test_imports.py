@@ -36,13 +36,27 @@ COLLECTING = {
     "host": {"engines", "errors", "model_files", "probe", "spec"},
     "machine": {"binding", "engines", "errors", "host", "links", "placement", "spec", "topology"},
     "telemetry": {"errors", "record", "spec", "topology"},
+    "gaps": {"errors", "prompts", "record", "spec", "stream"},
+    "sampling": {"gaps", "prompts"},
     "supervisor": set(),
     "paced_server": {"errors"},
     "clock": {"client", "errors", "metrics", "paced_server", "stream"},
     "server": {"client", "engines", "errors", "host", "machine", "record", "server_log", "spec", "stream"},
-    "warnings": {"nccl", "placement", "record", "server_log", "spec", "telemetry"},
+    "warnings": {"metrics", "nccl", "placement", "record", "server_log", "spec", "telemetry"},
     "measure": {
-        *("client", "errors", "nccl", "prompts", "record", "server_log", "spec", "stream", "telemetry", "warnings"),
+        *(
+            "client",
+            "errors",
+            "gaps",
+            "nccl",
+            "prompts",
+            "record",
+            "server_log",
+            "spec",
+            "stream",
+            "telemetry",
+            "warnings",
+        ),
     },
     "notebook": set(),
     "sweep": {
@@ -51,7 +65,7 @@ COLLECTING = {
     },
 }
 ANALYSING = {"metrics", "frames", "compare", "tables", "figures", "headline", "optimum"}
-SHARED = {"errors", "spec", "record", "telemetry"}  # the last reads its own samples, too
+SHARED = {"errors", "spec", "record", "telemetry", "gaps", "metrics"}  # files of their own, and definitions
 CONFINED = {
     "pandas": {"frames", "compare", "tables", "figures", "headline"},
     "matplotlib": {"figures"},

@@ -87,7 +87,7 @@ def test_a_sweep_end_to_end(make_spec: MakeSpec, tmp_path: Path, started: Starte
 
     folder = tmp_path / "c" / "tp1-auto"
     assert sorted(p.name for p in folder.iterdir()) == [
-        "notebook.ipynb", "record.json", "requests.jsonl", "server.log",
+        "gaps.json", "notebook.ipynb", "record.json", "requests.jsonl", "server.log",
     ]  # fmt: skip
     record = load_record(folder)
     assert record.spec == good

@@ -40,6 +40,7 @@ from benchlib.reference_engine.loading import (
     tree_budget,
 )
 from benchlib.reference_engine.model import Shard
+from benchlib.reference_engine.planted import plant_fault
 
 __all__ = ["MirroredDecoder", "WorkerError", "Workers"]
 
@@ -259,6 +260,7 @@ def _work(plan: ModelPlan, rank: int, port: int, parent: int, listener: socket.s
     try:
         store = TCPStore(LOOPBACK, port, plan.tp_size, is_master=False)
         group = _Group(store, rank, plan)
+        plant_fault()
         with torch.inference_mode():
             decoder = build_decoder(plan, group.shard())
             group.all_reduce(torch.ones(1))

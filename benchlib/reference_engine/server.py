@@ -30,6 +30,7 @@ from benchlib.reference_engine.decode import Decoder, Method, Request
 from benchlib.reference_engine.loading import LoadError, ModelPlan, load_decoder, read_configs
 from benchlib.reference_engine.model import TargetConfig
 from benchlib.reference_engine.parallel import MirroredDecoder, Workers
+from benchlib.reference_engine.planted import plant_fault
 from benchlib.reference_engine.protocol import BadRequest, Reader, Stream, answer, error_body
 from benchlib.reference_engine.tokenizer import Tokenizer
 
@@ -199,6 +200,7 @@ class Prepared:
     config: TargetConfig
     tokenizer: Tokenizer
     listener: socket.socket
+    fault: str | None = None  # planted, for a test of whoever should find it
 
 
 def prepare(options: argparse.Namespace) -> Prepared:
@@ -206,7 +208,9 @@ def prepare(options: argparse.Namespace) -> Prepared:
     plan = _plan(options)
     config, _ = read_configs(plan)
     tokenizer = _load_tokenizer(plan.target, config)
-    return Prepared(options, plan, config, tokenizer, _listen(options.host, options.port))
+    if fault := plant_fault():
+        log.warning("PLANTED FAULT %s: this server is wrong on purpose", fault)
+    return Prepared(options, plan, config, tokenizer, _listen(options.host, options.port), fault)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -281,6 +285,7 @@ class _Server:
         options, plan, config = prepared.options, prepared.plan, prepared.config
         self.options, self.plan, self.config = options, plan, config
         self.tokenizer = prepared.tokenizer
+        self.fault = prepared.fault
         self.stopped = stopped
         self.code, self._why = 0, "the server is shutting down"
         self.model_path = options.model_path or str(WEIGHTS)
@@ -481,7 +486,8 @@ class _Server:
         return _json({"object": "list", "data": [model]})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        return _json(self._arguments() | self._resolved() | {"internal_states": [self._state()]})
+        planted = {"planted_fault": self.fault} if self.fault else {}
+        return _json(self._arguments() | self._resolved() | planted | {"internal_states": [self._state()]})
 
     def _arguments(self) -> dict[str, Any]:
         names = (
