@@ -27,7 +27,7 @@ from benchlib.stream import request_record
 from benchlib.telemetry import Telemetry, TelemetryRecord, save_telemetry
 from benchlib.warnings import check_cell, check_log, check_run, check_throttling, format_warning
 
-__all__ = ["Measurement", "format_requests", "measure_run", "save_measurement"]
+__all__ = ["CLOCK_FILE", "WARMUP_TOKENS", "Measurement", "format_requests", "measure_run", "save_measurement"]
 
 # A server that has just answered still holds the request for some milliseconds and refuses to flush.
 FLUSH_ATTEMPTS = 20
@@ -36,6 +36,7 @@ FLUSH_PAUSE_S = 0.05
 MAX_FAILED_ROUNDS = 2
 # Enough for a prompt's prefill and a few rounds of decoding: what is compiled or captured lazily is, by then.
 WARMUP_TOKENS = 32
+CLOCK_FILE = "clock.json"  # beside a campaign's runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,9 @@ def save_measurement(
     folder: Path, spec: RunSpec, *, environment: dict[str, Any], server: ServerRecord, measurement: Measurement
 ) -> RunRecord:
     """Write the run's record and requests into `folder`; `status` is failed where a cell could not be measured."""
+    # What the sweep's self-check found of this machine's client; by hand there was none.
+    if (check := folder.parent / CLOCK_FILE).is_file():
+        environment = {**environment, "clock": json.loads(check.read_bytes())}
     path = folder / server.log
     log = path.read_text(encoding="utf-8", errors="replace") if server.log and path.is_file() else ""
     nccl = parse_nccl_log(log) if spec.tp_size > 1 and log else None

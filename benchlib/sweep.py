@@ -7,6 +7,7 @@ an interrupted sweep leaves one behind.
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import statistics
@@ -14,22 +15,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from filelock import FileLock, Timeout
 
+from benchlib.clock import self_check
 from benchlib.engines import Launch, build_launch, needs_gpus
 from benchlib.environment import collect_environment
 from benchlib.errors import BenchlibError, RecordError, SpecError
 from benchlib.host import read_gpu_states
 from benchlib.machine import busy_here, place_run
-from benchlib.measure import WARMUP_TOKENS
+from benchlib.measure import CLOCK_FILE, WARMUP_TOKENS
 from benchlib.notebook import execute_notebook, read_parameters
 from benchlib.placement import Placement
-from benchlib.record import RunRecord, load_record, load_requests, run_folder, run_identity, save_run
+from benchlib.record import RunRecord, load_record, load_requests, run_folder, run_identity, save_run, write_atomic
 from benchlib.server import HOST, Server, Starting, attach_server
 from benchlib.spec import Assumed, RunSpec, Sweep
 from benchlib.topology import Topology, read_topology
@@ -38,6 +40,7 @@ from benchlib.warnings import format_warning
 __all__ = ["NOTEBOOK", "Outcome", "Planned", "RunState", "plan_sweep", "run_sweep", "select_runs", "signals_raise"]
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "02_measure.ipynb"
+CLOCK_S = 3.0
 PLAN_PORT = 30000  # shown in a plan; a run takes a free one
 RunState = Literal["new", "finished", "failed", "stale", "partial"]
 Listener = Callable[[int, int, RunSpec, "Outcome | None"], None]
@@ -168,14 +171,27 @@ def run_sweep(
     if not runs:
         raise SpecError("nothing to run: the selection is empty")
     _check_parameters(notebook, runs[0])
-    outcomes = []
+    outcomes, checked = [], False
     with _locked(results / runs[0].campaign), signals_raise():
         for index, spec in enumerate(runs):
             listener(index, len(runs), spec, None)
+            if not checked and (force or _look(spec, results)[0] != "finished"):
+                _check_clock(runs, results / spec.campaign)
+                checked = True
             outcome = _run_one(spec, results, notebook, force)
             outcomes.append(outcome)
             listener(index + 1, len(runs), spec, outcome)
     return outcomes
+
+
+def _check_clock(runs: Sequence[RunSpec], campaign: Path) -> None:
+    """Measure a known schedule at the sweep's highest concurrency: how true the client is goes into each record."""
+    streams = max(max(spec.workload.concurrency) for spec in runs)
+    try:
+        found: dict[str, Any] = asdict(self_check(CLOCK_S, streams=streams))
+    except BenchlibError as error:
+        found = {"error": str(error)}
+    write_atomic(campaign / CLOCK_FILE, json.dumps(found, indent=1).encode() + b"\n")
 
 
 def _run_one(spec: RunSpec, results: Path, notebook: Path, force: bool) -> Outcome:

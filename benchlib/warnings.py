@@ -27,6 +27,7 @@ OUTLIER_Z = 3.5
 SLOW_FIRST = 0.10
 MIN_ROUNDS = 3
 MAX_LOAD_SHARE = 0.5
+MAX_BIAS_PERCENT = 2.0
 
 CODES = {
     "few-rounds": "{n} timed rounds, fewer than {least}: the spread is hardly known. Raise repeats.",
@@ -63,6 +64,8 @@ CODES = {
     "concurrency, or give its caches more memory.",
     "throttled": "GPU {gpu} was slowed down for {percent:.0f}% of the timed rounds (power cap or heat, see "
     "telemetry.json). Raise its power limit or cool it, or read this point as one of a slower GPU.",
+    "client-bias": "against a known schedule this machine's client saw {streams} streams run {percent:+.1f}% off, more "
+    "than {limit:.0f}%. Quiet the machine, or give the client cores of its own.",
     "attached": "the server was started elsewhere: its flags are checked only as far as it reports them.",
 }
 
@@ -104,6 +107,10 @@ def check_run(
     load, cores = environment.get("load_average_1m"), environment.get("cores")
     if load is not None and cores and load > MAX_LOAD_SHARE * cores:
         found.append(format_warning("machine-busy", load=load, cores=cores))
+    clock = environment.get("clock") or {}
+    bias = clock.get("bias_rate_percent")
+    if bias is not None and abs(bias) > MAX_BIAS_PERCENT:
+        found.append(format_warning("client-bias", streams=clock["streams"], percent=bias, limit=MAX_BIAS_PERCENT))
     if server.attached:
         found.append(format_warning("attached"))
     found += [format_warning("links-disagree", what=text) for text in server.links_disagree]

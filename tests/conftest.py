@@ -15,6 +15,7 @@ import pytest
 
 from benchlib import cli
 from benchlib.binding import Binding
+from benchlib.clock import ClockCheck
 from benchlib.errors import PlacementError
 from benchlib.host import GpuState, Machine
 from benchlib.spec import RunSpec
@@ -22,6 +23,7 @@ from benchlib.topology import Topology, load_topology
 from tests import fake_server
 
 HERE = Path(__file__).parent
+NO_CHECK = ClockCheck(0.1, 0.0, 0.1, 10.0, 0.1, 1, 1)
 DATA = HERE / "data"
 
 
@@ -104,6 +106,13 @@ def write_notebook(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / "source.ipynb"
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def no_clock_check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep's self-check takes three seconds: here it is not made, but where a test is marked for it."""
+    if "clock_check" not in request.keywords:
+        monkeypatch.setattr("benchlib.sweep.self_check", lambda *_, **__: NO_CHECK)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ COLLECTING = {
     },
     "notebook": set(),
     "sweep": {
-        *("engines", "environment", "errors", "host", "machine", "measure", "notebook", "placement", "record"),
+        *("clock", "engines", "environment", "errors", "host", "machine", "measure", "notebook", "placement", "record"),
         *("server", "spec", "topology", "warnings"),
     },
 }

@@ -61,6 +61,7 @@ def states(runs: list[RunSpec], results: Path) -> list[str]:
     return [planned.state for planned in plan_sweep(runs, results)]
 
 
+@pytest.mark.clock_check
 def test_a_sweep_end_to_end(make_spec: MakeSpec, tmp_path: Path, started: Started) -> None:
     """By the real notebook: a run whose server dies while the kernel starts, and a good one."""
     good = make_spec(campaign="c", prompts=["fib"], repeats=1)
@@ -90,6 +91,9 @@ def test_a_sweep_end_to_end(make_spec: MakeSpec, tmp_path: Path, started: Starte
         "gaps.json", "notebook.ipynb", "record.json", "requests.jsonl", "server.log",
     ]  # fmt: skip
     record = load_record(folder)
+    clock = record.environment["clock"]
+    assert (clock["streams"], clock["n"] > 0) == (1, True)
+    assert abs(clock["bias_rate_percent"]) < 20
     assert record.spec == good
     assert record.server is not None
     assert not record.server.attached

@@ -176,6 +176,15 @@ def test_an_end_that_went_badly_is_told() -> None:
     assert text.startswith("ended-badly: after the record was written: GPU 0 still holds 48 GiB. The measurement is")
 
 
+@pytest.mark.parametrize(("clock", "expected"), [
+    ({"bias_rate_percent": -3.2, "streams": 64}, ["client-bias"]),
+    ({"bias_rate_percent": 1.9, "streams": 64}, []),
+    ({"error": "no reply"}, []),
+])  # fmt: skip
+def test_a_biased_client_is_told(clock: dict[str, Any], expected: list[str]) -> None:
+    assert codes(check_run(RunSpec(), {"clock": clock}, ServerRecord(url="x"), None)) == expected
+
+
 def test_the_list_is_closed_and_every_text_ends_with_a_remedy_or_reason() -> None:
     with pytest.raises(KeyError):
         format_warning("nonsense")
