@@ -277,7 +277,7 @@ def _provenance(run: LoadedRun) -> Row:
         "engine": " ".join(filter(None, (spec.engine, condition["engine_version"]))),
         "model": condition["model"] or "the engine's own",
         "weights": "simulated acceptance" if condition["simulated"] else spec.weights,
-        "prompts": f"{spec.workload.prompt_set}: {', '.join(spec.workload.prompts)}",
+        "prompts": f"{spec.workload.prompt_set}: {', '.join(spec.workload.prompts)}; no chat template",
         "sampling": f"temperature {spec.workload.temperature:g}",
         "device": condition["devices"],
         "GPUs": f"TP {spec.tp_size}: {condition['gpus']}" if condition["gpus"] else None,
