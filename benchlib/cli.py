@@ -41,6 +41,7 @@ app.add_typer(cli_bench.app)
 app.add_typer(cli_validate.app)
 
 INTERRUPTED = 130
+WANTED = (0.01, 0.02, 0.05)
 PLAN_COLUMNS = (
     "run", "state", "engine", "gpus", "cross_numa", "worst_link", "nccl_profile", "estimate_s", "note",
 )  # fmt: skip
@@ -100,10 +101,28 @@ def plan(
         typer.echo(
             f"Times are reckoned from the sweep's `assumed`: {assumed.decode_tok_s:g} tok/s, nobody's measurement."
         )
+    if text := _starts_needed(results / loaded.name):
+        typer.echo(text)
     for problem in dict.fromkeys(p.problem for p in planned if p.problem):
         typer.echo(f"cannot start {', '.join(p.spec.run_name for p in planned if p.problem == problem)}: {problem}")
     for row in rows if commands else ():
         typer.echo(f"\n# {row['run']}\n{row['command']}")
+
+
+def _starts_needed(campaign: Path) -> str | None:
+    """How many starts a difference needs by the campaign's own spread between starts; None before it has two of one."""
+    if not any(campaign.glob("*/record.json")):
+        return None
+    from benchlib.compare import start_spreads
+    from benchlib.verdicts import starts_needed
+
+    lines = [
+        f"{name}: {100 * sd:.2g}% between starts (sd, {df} degrees of freedom): a difference of "
+        + ", ".join(f"{100 * d:g}% needs {starts_needed(sd, d)}" for d in WANTED)
+        + " starts a side"
+        for name, (sd, df) in start_spreads(campaign).items()
+    ]
+    return "\n".join(lines) or None
 
 
 def _plan_row(planned: Planned) -> dict[str, Any]:

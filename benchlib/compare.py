@@ -21,11 +21,11 @@ from benchlib import frames
 from benchlib.ceilings import floor_tok_s, step_bytes
 from benchlib.errors import ComparisonError, UnavailableError
 from benchlib.frames import ALL, CELL_FIELDS, CONDITION_FIELDS, METHOD_FIELDS, Campaign, LoadedRun, grouped, rows_of
-from benchlib.verdicts import Verdict, adjust, judge, level_of, log_interval, log_ratio, observations
+from benchlib.verdicts import Verdict, adjust, between_sd, judge, level_of, log_interval, log_ratio, observations
 
 __all__ = [
     *("AB_AXES", "BASELINE", "MATCHED_FIELDS", "SUMMARY_KEYS", "build_ab"),
-    *("build_results", "build_scaling", "build_summary", "compare"),
+    *("build_results", "build_scaling", "build_summary", "compare", "start_spreads"),
 ]
 
 BASELINE = "baseline"
@@ -81,6 +81,10 @@ def build_results(campaigns: Iterable[Campaign]) -> pd.DataFrame:
         for cell in cells
     ]
     _adjust(rows, _tell_speedup)
+    for row in rows:
+        campaign = next(c for c in loaded if c.name == row["campaign"])
+        order = [run.name for run in sorted(campaign.runs, key=lambda run: run.record.started_at)]
+        row["start_places"] = tuple(order.index(name) for name in row["start_runs"])
     for campaign in loaded:
         rows += [row for run in campaign.runs for row in (_capped(run) if run.ok else _failed(run))]
         shared = {"campaign": campaign.name, "status": "failed", "tpot_starts": (), "note": "unreadable"}
@@ -151,6 +155,17 @@ def build_ab(results: pd.DataFrame) -> pd.DataFrame:
 def _tell_difference(row: dict[str, Any], found: Verdict) -> dict[str, Any]:
     ends = {"difference": found.ratio, "difference_low": found.low, "difference_high": found.high}
     return {**{key: value - 1 for key, value in ends.items()}, "difference_note": found.note}
+
+
+def start_spreads(path: Path) -> dict[str, tuple[float, int]]:
+    """(sd of log TPOT between starts, degrees of freedom) of each workload that has two starts of a condition."""
+    cells = [r for r in rows_of(build_results([frames.load_campaign(path)])) if r["prompt"] == ALL and r["tpot_starts"]]
+    found = {}
+    for group in grouped(cells, ("max_new_tokens", "concurrency")):
+        spread = between_sd(observations(r["tpot_starts"], "start") for r in group)
+        if spread is not None:
+            found[f"{group[0]['max_new_tokens']} new tokens, {group[0]['concurrency']} at once"] = spread
+    return found
 
 
 def build_summary(path: Path) -> list[dict[str, Any]]:

@@ -377,6 +377,7 @@ def _cell(group: list[Row]) -> Row:
         "n_failed": sum(r["n_failed"] for r in group),
         "error": next(iter(_texts(group, "error")), None),
         "tpot_starts": tuple(tuple(start) for start in rounds if start),
+        "start_runs": tuple(s[0]["run"] for s, kept in zip(starts, rounds, strict=True) if kept),
         "start_numbers": tuple(s[0]["start"] for s, kept in zip(starts, rounds, strict=True) if kept),
         "step_starts": tuple(tuple(start) for start in steps if start),
         "energy_per_token_j": _per(pooled["energy_j"], tokens),

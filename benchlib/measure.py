@@ -25,7 +25,8 @@ from benchlib.server_log import read_log_facts
 from benchlib.spec import RunSpec
 from benchlib.stream import request_record
 from benchlib.telemetry import Telemetry, TelemetryRecord, save_telemetry
-from benchlib.warnings import check_cell, check_log, check_run, check_throttling, format_warning
+from benchlib.verdicts import enough
+from benchlib.warnings import check_cell, check_log, check_run, check_throttling, format_warning, round_rates
 
 __all__ = ["CLOCK_FILE", "WARMUP_TOKENS", "Measurement", "format_requests", "measure_run", "save_measurement"]
 
@@ -83,10 +84,13 @@ def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
     requests: list[RequestRecord] = []
     warnings: list[str] = []
     error, failed_rounds = None, 0
-    rounds = [(number, True) for number in range(work.warmups)] + [(number, False) for number in range(work.repeats)]
+    timed = range(max(work.repeats, work.max_repeats))
+    rounds = [(number, True) for number in range(work.warmups)] + [(number, False) for number in timed]
     gpus = server.placement.gpus if server.placement else ()
     with Telemetry(gpus, epoch=epoch) as telemetry:
         for (number, warmup), cell in itertools.product(rounds, cells):
+            if not warmup and number >= work.repeats and _precise(spec, cell.timed(requests)):
+                continue
             warnings += _flush(server.url)
             records = _measure_round(spec, server.url, cell, epoch, round=number, warmup=warmup)
             requests += records
@@ -147,6 +151,13 @@ def save_measurement(
     if measurement.gaps:
         save_gaps(folder, measurement.gaps)
     return save_run(folder, record, measurement.requests)
+
+
+def _precise(spec: RunSpec, timed: Sequence[RequestRecord]) -> bool:
+    """Whether a cell needs no further round."""
+    work = spec.workload
+    rates = round_rates([r for r in timed if r.error is None])
+    return enough([1 / rate for rate in rates.values()], work.precision, work.max_repeats)
 
 
 def _is_reference(spec: RunSpec, server: ServerRecord) -> bool:

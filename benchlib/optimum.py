@@ -18,7 +18,7 @@ from typing import Any
 
 from benchlib.errors import ComparisonError
 
-__all__ = ["BudgetPoint", "Curves", "Optimum", "Prediction", "budget_points", "fit_curves", "predict_optimum"]
+__all__ = ["ENOUGH", "BudgetPoint", "Curves", "Optimum", "Prediction", "budget_points", "fit_curves", "predict_optimum"]
 
 ENOUGH = 3
 

@@ -68,6 +68,8 @@ class Workload(Frozen):
     concurrency: Annotated[tuple[Positive, ...], Field(min_length=1), Unique] = (1,)
     warmups: int = Field(1, ge=0, description="untimed rounds of each cell, of 32 tokens at most, kept apart")
     repeats: int = Field(3, ge=1, description="timed rounds of each cell; a round is `concurrency` requests at once")
+    max_repeats: int = Field(0, ge=0, description="0: `repeats` it is; else cells go on up to so many, until precise")
+    precision: float = Field(0.01, gt=0, lt=1, description="half-width of a cell's 95% interval that ends its rounds")
     temperature: float = Field(0.0, ge=0.0)
     ignore_eos: bool = True
 

@@ -15,9 +15,10 @@ from benchlib.compare import AB_AXES, BASELINE, ONE_ROUND, WRONG_OUTPUT, compare
 from benchlib.errors import ComparisonError
 from benchlib.frames import ALL, Row, grouped, method_label, rows_of
 from benchlib.metrics import METRICS
+from benchlib.optimum import ENOUGH, budget_points, predict_optimum
 from benchlib.telemetry import MAX_THROTTLED_SHARE
 from benchlib.typeset import Cell, Column, Table, redact
-from benchlib.verdicts import ONE_START
+from benchlib.verdicts import ONE_START, build_drift, observations
 
 __all__ = ["build_tables", "frame_table", "group_heading", "group_of", "span"]
 
@@ -69,6 +70,11 @@ _COSTS_NOTE = (
     "its weights, state and cache at the copy bandwidth measured on this GPU. Energy: of all GPUs over whole rounds "
     "with prefill. Slowed: share of the time under a power cap or thermal limit; above 5% the method's name is marked."
 )
+_OPTIMUM_NOTE = (
+    "Predicted: accept length as a saturating curve of the budget, step time as a line in verify tokens. Largest "
+    "error: of each budget's speedup predicted from the others alone. Measured best: picked on the very prompts that "
+    "it is reported for, so an oracle. Edge: the best may lie beyond the budgets measured."
+)
 _ACCEPT_CAPTION = "Accept length and share of whole blocks, by prompt and budget"
 _ACCEPT_NOTE = "Accept: 1 + accepted drafts / verify steps, pooled. Full: share of steps that accept the whole block."
 
@@ -95,8 +101,10 @@ def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame,
         _table(
             "costs", _COSTS_CAPTION, [("", "", key, ALL) for key in _COSTS], rows, (*notes[:1], _COSTS_NOTE, source)
         ),
+        _optimum_table(rows, source),
         _scaling_table(rows_of(scaling), notes),
         _ab_table(rows_of(ab), notes),
+        _drift_table(rows, source),
         Table("cited", _CITED_CAPTION, _texts("Case", "Cited", "Measured here"), cited, (_CITED_NOTE,)),
     ]
     return {table.name: table for table in tables}
@@ -165,6 +173,26 @@ def _scaling_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
     return Table("scaling", caption, columns, tuple(body) or (empty,), notes)
 
 
+def _optimum_table(rows: Sequence[Row], source: str) -> Table:
+    columns = _texts("TP and workload", "Predicted best", "Speedup there", "Largest error", "Measured best", "Speedup")
+    body: list[str | tuple[Cell, ...]] = []
+    for group in grouped((r for r in rows if r["prompt"] == ALL and r["status"] == "ok"), group_of):
+        points, auto_ms = budget_points(group)
+        measured = [r for r in group if r["method"] == "ddtree" and r["speedup"] is not None]
+        if not measured or auto_ms is None or len(points) < ENOUGH:
+            continue
+        found = predict_optimum(points, auto_ms, block_size=measured[0]["block_size"])
+        best = max(measured, key=lambda r: float(r["speedup"]))
+        error = "not known" if found.error is None else f"{100 * found.error:.1f}%"
+        edge = " (edge)" if found.at_edge else ""
+        oracle = (f"b{best['tree_budget']} (oracle)", f"{best['speedup']:.2f} ×")
+        cells = (f"b{found.budget}{edge}", f"{found.speedup:.2f} ×", error, *oracle)
+        body.append(_text_row(group_heading(group[0]), *cells))
+    caption = "The best tree budget, as two curves predict it and as it was measured"
+    empty = f"Three budgets and autoregressive decoding on real weights are needed: fewer than {ENOUGH} were measured."
+    return Table("optimum", caption, columns, tuple(body) or (empty,), (_OPTIMUM_NOTE, source))
+
+
 def _ab_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
     columns = (*_texts("Held against", "Method"), _column("difference"), *_texts("Verdict", "Decode's all-reduce"))
     several = len({r["campaign"] for r in rows}) > 1
@@ -180,6 +208,22 @@ def _ab_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
     empty = "No two conditions differ in an NCCL profile, a NUMA policy or a variant alone."
     caption = "Differences in decode rate between conditions that vary in one setting, all prompts pooled"
     return Table("ab", caption, columns, tuple(body) or (empty,), (*notes, _AB_NOTE))
+
+
+def _drift_table(rows: Sequence[Row], source: str) -> Table:
+    """Whether a campaign's machine changed under it, told from conditions with two starts and more."""
+    body = []
+    fields = ("campaign", "max_new_tokens", "concurrency")
+    for group in grouped((r for r in rows if r["prompt"] == ALL and r["status"] == "ok" and r["tpot_starts"]), fields):
+        times = [observations(r["tpot_starts"], "start") for r in group]
+        found = build_drift([[*zip(r["start_places"], t, strict=True)] for r, t in zip(group, times, strict=True)])
+        what = f"{group[0]['max_new_tokens']} new tokens, {group[0]['concurrency']} at once"
+        told = str(found) if found else "cannot be told: too few starts of one condition"
+        body.append(_text_row(group[0]["campaign"], what, told))
+    caption = "Drift over the campaign: a condition's time from its first start to its last"
+    return Table(
+        "drift", caption, _texts("Campaign", "Workload", "Drift"), tuple(body) or ("No run.",), (source,), True
+    )
 
 
 def _ours(rows: Sequence[Row], where: tuple[int, str, int | None, str] | None) -> str:

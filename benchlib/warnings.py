@@ -17,7 +17,7 @@ from benchlib.server_log import LogFacts
 from benchlib.spec import RunSpec
 from benchlib.telemetry import MAX_THROTTLED_SHARE, TelemetryRecord, mean_share, round_windows
 
-__all__ = ["CODES", "check_cell", "check_log", "check_run", "check_throttling", "format_warning"]
+__all__ = ["CODES", "check_cell", "check_log", "check_run", "check_throttling", "format_warning", "round_rates"]
 
 # Spread above which two rounds can hardly be told from two conditions: a tenth of the speedups looked for.
 MAX_SPREAD = 0.05
@@ -88,7 +88,7 @@ def check_cell(timed: Sequence[RequestRecord], *, real_text: bool = True) -> tup
     shares = [share for r in whole if r.output_ids and (share := repetition_share(r.output_ids)) is not None]
     if real_text and shares and max(shares) >= REPETITIVE:
         found.append(format_warning("degenerate-output", percent=100 * max(shares)))
-    return (*found, *_check_spread(_round_rates(whole)))
+    return (*found, *_check_spread(round_rates(whole)))
 
 
 def check_throttling(timed: Sequence[RequestRecord], telemetry: TelemetryRecord) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def _nccl_variables(server: ServerRecord) -> dict[str, str]:
     return {k: v for k, v in server.env.items() if k.startswith("NCCL_") and not k.startswith("NCCL_DEBUG")}
 
 
-def _round_rates(requests: Sequence[RequestRecord]) -> dict[int, float]:
+def round_rates(requests: Sequence[RequestRecord]) -> dict[int, float]:
     """Mean decode rate of each round, tokens/s: what followed the first chunk over the time it took."""
     rounds: dict[int, list[float]] = {}
     for request in requests:

@@ -44,19 +44,8 @@ COLLECTING = {
     "server": {"client", "engines", "errors", "host", "machine", "record", "server_log", "spec", "stream"},
     "warnings": {"metrics", "nccl", "placement", "record", "server_log", "spec", "telemetry"},
     "measure": {
-        *(
-            "client",
-            "errors",
-            "gaps",
-            "nccl",
-            "prompts",
-            "record",
-            "server_log",
-            "spec",
-            "stream",
-            "telemetry",
-            "warnings",
-        ),
+        *("client", "errors", "gaps", "nccl", "prompts", "record", "server_log", "spec", "stream", "telemetry"),
+        *("verdicts", "warnings"),
     },
     "notebook": set(),
     "sweep": {
@@ -65,7 +54,7 @@ COLLECTING = {
     },
 }
 ANALYSING = {"metrics", "frames", "compare", "tables", "figures", "headline", "optimum"}
-SHARED = {"errors", "spec", "record", "telemetry", "gaps", "metrics"}  # files of their own, and definitions
+SHARED = {"errors", "spec", "record", "telemetry", "gaps", "metrics", "verdicts"}  # files of their own, definitions
 CONFINED = {
     "pandas": {"frames", "compare", "tables", "figures", "headline"},
     "matplotlib": {"figures"},

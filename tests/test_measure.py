@@ -180,3 +180,13 @@ def test_unknown_prompts_are_refused_before_measuring(make_spec: MakeSpec) -> No
     spec = make_spec(prompt_set="instructions", prompts=["sonnet"])
     with pytest.raises(SpecError, match="sonnet"):
         measure_run(spec, ServerRecord(url="http://127.0.0.1:9"))
+
+
+def test_rounds_go_on_until_they_are_precise_or_the_cap_is_reached(make_spec: MakeSpec, serve: Serve) -> None:
+    """Looked at every five rounds; an unreachable precision ends at the cap, an easy one at the first look."""
+    url = serve("--pause", "0.005")
+    counts = {}
+    for precision in (0.9, 1e-9):
+        spec = make_spec(repeats=2, max_repeats=7, precision=precision)
+        counts[precision] = measure_run(spec, attach_server(spec, url=url).record).cells[0].rounds
+    assert counts == {0.9: 5, 1e-9: 7}
