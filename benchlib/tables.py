@@ -91,6 +91,7 @@ def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame,
     speedup, steps = ([("", p, key, p) for p in each] for key in ("speedup", "step_ms"))
     accept = [verify, *((p, "", key, p) for p in each for key in ("accept_length", "full_block_share"))]
     caption = "Decode rate, speedup, accept length and time per step; pooled over all prompts, and by prompt"
+    costs = [key for key in _COSTS if key in _COSTS[:2] or any(r.get(key) is not None for r in rows)]
     drafted = [r for r in rows if r["method"] != "auto"]
     cited = tuple(_text_row(case, figure, _ours(rows, where)) for case, figure, where in _CITED)
     tables = [
@@ -98,9 +99,7 @@ def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame,
         _table("speedup", "Speedup over autoregressive decoding, by prompt", speedup, rows, notes),
         _table("steps", "Milliseconds a verify step, by prompt", steps, rows, (source,)),
         _table("accept", _ACCEPT_CAPTION, accept, drafted, (_ACCEPT_NOTE, source)),
-        _table(
-            "costs", _COSTS_CAPTION, [("", "", key, ALL) for key in _COSTS], rows, (*notes[:1], _COSTS_NOTE, source)
-        ),
+        _table("costs", _COSTS_CAPTION, [("", "", key, ALL) for key in costs], rows, (*notes[:1], _COSTS_NOTE, source)),
         _optimum_table(rows, source),
         _scaling_table(rows_of(scaling), notes),
         _ab_table(rows_of(ab), notes),
