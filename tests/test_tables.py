@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -313,3 +314,45 @@ def test_every_fragment_compiles_alone(tmp_path: Path) -> None:
         command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", f"{table.name}.tex"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False)
         assert done.returncode == 0, f"{table.name}: {done.stdout[-1500:]}"
+
+
+def test_the_best_budget_is_predicted_and_held_against_the_measured(campaign: Path, tmp_path: Path) -> None:
+    table = build(campaign)[2]["optimum"]
+    assert [row[0].text.split(" · ")[0] for row in table.rows if not isinstance(row, str)] == ["TP 1", "TP 2"]
+    first = table.rows[0]
+    assert not isinstance(first, str)
+    assert first[1].text.startswith("b")
+    assert first[4].text.endswith("(oracle)")
+    few = synthetic.save_campaign(tmp_path, synthetic.build_sweep(tp_size=(1,), tree_budgets=(16, 32)))
+    (sentence,) = build(few)[2]["optimum"].rows
+    assert isinstance(sentence, str)
+
+
+def test_drift_is_told_where_starts_allow_it(campaign: Path, tmp_path: Path) -> None:
+    assert "cannot be told" in str(build(campaign)[2]["drift"].rows[0])
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,), starts=3)
+    row = build(synthetic.save_campaign(tmp_path, sweep))[2]["drift"].rows[0]
+    assert not isinstance(row, str)
+    assert "95% interval" in (row[2].text or "")
+    assert "9 starts" in (row[2].text or "")
+
+
+def test_a_wrong_output_loses_its_speedup(campaign: Path) -> None:
+    (loaded,) = frames.load_campaigns([campaign])
+    reason = "fib parts at token 3, auto's gap there is 8.2 nats"
+    struck = dataclasses.replace(loaded, not_lossless={"tp1-b16": reason, "tp1-auto": "x"})
+    results = compare.build_results([struck])
+    rows = {r["run"]: r for r in frames.rows_of(results) if r["prompt"] == frames.ALL}
+    assert (rows["tp1-b16"]["speedup"], rows["tp1-b16"]["note"]) == (None, "wrong output")
+    assert rows["tp1-b32"]["speedup"] is not None
+    made = tables.build_tables(results, compare.build_scaling(results), compare.build_ab(results), "source")
+    cell = row_of(made["main"], "DDTree b16")[3]
+    assert cell.text == "wrong output"
+    assert any(reason in note for note in made["main"].notes)
+
+
+def test_starts_needed_come_from_the_campaigns_own_spread(campaign: Path, tmp_path: Path) -> None:
+    assert compare.start_spreads(campaign) == {}
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(), starts=3)
+    ((name, (sd, df)),) = compare.start_spreads(synthetic.save_campaign(tmp_path, sweep)).items()
+    assert (name.endswith("1 at once"), 0 < sd < 0.2, df) == (True, True, 4)
