@@ -200,7 +200,7 @@ def _panel_title(plan: _Plan, row: Row, rows: Sequence[Row]) -> str:
     labels = [row["campaign"]] * (len({r["campaign"] for r in rows}) > 1)
     labels += ["random weights"] * (row["weights"] == "random")
     labels += ["simulated acceptance"] * bool(row["simulated"])
-    return ", ".join(parts) + (f"\n{', '.join(labels)}" if labels else "")
+    return "\n".join([", ".join(parts), *labels])
 
 
 def _style(row: Row) -> tuple[str, str, str]:

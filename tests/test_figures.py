@@ -42,7 +42,7 @@ def test_every_figure_is_saved_in_both_widths(drawn: dict[str, figures.Drawing])
 def test_alt_texts_hold_the_numbers(drawn: dict[str, figures.Drawing]) -> None:
     assert "TP 1 DDTree b16 2." in drawn["speedup"].alt
     assert "TP 2 json DDTree b16" in drawn["decode"].alt
-    assert "autoregressive 1.8" in drawn["step"].alt
+    assert "TP 1 autoregressive 1." in drawn["step"].alt
     assert "DFlash linear accepts it in 6.2% of steps" in drawn["histogram"].alt
     assert "TP 1 to 2 autoregressive 1.6" in drawn["scaling"].alt
 
