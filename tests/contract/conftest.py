@@ -1,4 +1,4 @@
-"""The servers that the HTTP tests are put to, each started as a run starts it, once a session."""
+"""The servers that the HTTP tests are put to, each started as a run starts it, once a module."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sglang_spec() -> RunSpec:
     return spec
 
 
-@pytest.fixture(scope="session", params=SERVERS)
+@pytest.fixture(scope="module", params=SERVERS)
 def server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a ready server; `running` is the one at $BENCHLIB_SGLANG_URL, which is left as it is."""
     engine, _, method = request.param.partition("-")
