@@ -24,13 +24,16 @@ def validate(
     results: Annotated[Path, typer.Option("--results", help="folder of the campaigns")] = RESULTS,
     as_json: JsonOption = False,
 ) -> None:
-    """Hold every method's outputs against auto's, token by token; exit 3 where one is NOT lossless."""
+    """Hold every method's outputs against auto's, token by token; exit 3 where one is NOT lossless or not judged.
+
+    `cannot tell` is no alarm: it says that the evidence is missing, and which.
+    """
     folder = next((f for f in (Path(campaign), results / campaign) if f.is_dir()), None)
     if folder is None:
         raise SpecError(f"no campaign {campaign!r}: neither a folder nor a name under {results}")
-    from benchlib.losslessness import validate_campaign
+    from benchlib.losslessness import unjudged_runs, validate_campaign
 
-    found = validate_campaign(folder).to_json()
+    found = validate_campaign(folder).to_json() | {"not_judged": unjudged_runs(folder)}
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
@@ -41,6 +44,10 @@ def validate(
                 typer.echo(f"\n{title}\n{_table(rows, [c for c in COLUMNS if c != 'verdict'])}")
         for row in (row for row in found["methods"] if row["reason"]):
             typer.echo(f"\n{row['condition']}: {row['verdict']}: {row['reason']}")
+        for name, reason in found["not_judged"].items():
+            typer.echo(f"\n{name} was not judged: {reason}")
+    if found["not_judged"]:
+        raise typer.Exit(GATE_FAILED)
     raise typer.Exit(GATE_FAILED if found["verdict"] == "NOT lossless" else 0)
 
 

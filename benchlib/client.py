@@ -37,10 +37,14 @@ LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 def _split_url(url: str) -> tuple[str, int, str]:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 80
+    except ValueError as error:
+        raise RequestError(f"{url!r} is no URL: {error}") from None
     if parts.scheme != "http" or not parts.hostname:
         raise RequestError(f"{url!r} is not an http:// URL with a host: servers are measured over plain HTTP")
-    return parts.hostname, parts.port or 80, parts.path.rstrip("/")
+    return parts.hostname, port, parts.path.rstrip("/")
 
 
 def call(url: str, method: str = "GET", *, timeout_s: float = 10.0) -> tuple[int, bytes]:

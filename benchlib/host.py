@@ -363,7 +363,7 @@ def _check_packages(spec: RunSpec, facts: Mapping[str, Any]) -> Check:
     if not isinstance(has, list):
         return _told("packages", "skip", f"{python} does not answer")
     missing = ", ".join(package for package in wanted if package not in has)
-    remedy = f"`pip install 'benchlib[{spec.engine}]'` for it, or name another in server_python"
+    remedy = f"`{python} -m pip install {missing.replace(', ', ' ')}`, or name another interpreter in server_python"
     return _either("packages", f"{python} lacks {missing}" if missing else "", f"{', '.join(wanted)}", remedy, "fail")
 
 

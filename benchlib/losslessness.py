@@ -29,7 +29,7 @@ from benchlib.record import RequestRecord, RunRecord, load_record, load_requests
 
 __all__ = [
     *("FALSE_ALARM", "NEAR_TIE", "Check", "Divergence", "Validation", "Verdict", "first_divergence"),
-    *("not_lossless", "validate_campaign"),
+    *("not_lossless", "unjudged_runs", "validate_campaign"),
 ]
 
 Verdict = Literal["lossless", "within numeric noise", "cannot tell", "NOT lossless"]
@@ -179,6 +179,20 @@ def not_lossless(folder: Path | str) -> dict[str, str]:
     found = _validate("", list(_load(Path(folder))))
     bad = {check.condition: check.reason for check in found.methods if check.verdict == "NOT lossless"}
     return {name: bad[condition] for name, condition in found.runs.items() if condition in bad}
+
+
+def unjudged_runs(folder: Path | str) -> dict[str, str]:
+    """Runs of a campaign that nothing can be said of, failed, cut or unreadable, with the reason of each."""
+    found = {}
+    for path in sorted(Path(folder).glob("*/")):
+        try:
+            record = load_record(path)
+            if record.status != "ok":
+                found[path.name] = f"failed: {record.error}"
+        except RecordError as error:
+            if any((path / mark).exists() for mark in ("record.json", "requests.jsonl", "server.log")):
+                found[path.name] = str(error)
+    return found
 
 
 def _load(folder: Path) -> Iterator[_Run]:

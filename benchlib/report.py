@@ -67,6 +67,8 @@ def build_report(paths: Sequence[Path], out: Path) -> ReportResult:
     Raises RecordError for a folder without runs, ReportError when the notebook fails or is not there.
     """
     folders = [find_folder(path) for path in paths]
+    if out.exists() and not out.is_dir():
+        raise ReportError(f"{out} is a file: the report needs a folder, give another --out")
     out.mkdir(parents=True, exist_ok=True)
     executed = out / "report.ipynb"
     parameters = {"campaigns": [os.path.relpath(f) for f in folders], "out": os.path.relpath(out)}

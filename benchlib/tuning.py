@@ -180,13 +180,10 @@ LAYOUT = tuple(zip(WIDTHS, accumulate(WIDTHS.values(), initial=0), WIDTHS.values
 
 
 def parse_register(text: str) -> int:
-    """`0x2937` -> 10551; SpecError for what is no number of 16 bits."""
-    try:
-        value = int(text, 0)
-    except ValueError:
-        raise SpecError(f"{text!r} is no register value: give a number such as 0x2937") from None
-    DeviceControl.decode(value)
-    return value
+    """`0x2937` or, as setpci prints it, `2937` -> 10551; SpecError for what is no hexadecimal number of 16 bits."""
+    if not re.fullmatch(r"(0[xX])?[0-9a-fA-F]{1,4}", text):
+        raise SpecError(f"{text!r} is no register value of 16 bits: give hexadecimal digits such as 0x2937")
+    return int(text, 16)
 
 
 def plan_read_request(value: int, size: int, *, device: str = "<device>") -> tuple[int, str]:

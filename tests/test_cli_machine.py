@@ -246,7 +246,7 @@ def test_the_hosts_tuning_is_shown_and_nothing_changed(run: Any) -> None:
         (["doctor", "--engine", "vllm"], 2, "engine"),
         (["doctor", "--tp-size", 0], 2, "tp_size"),
         (["tune", "--devctl", "red"], 2, "'red' is no register value"),
-        (["tune", "--devctl", "0x12345"], 2, "is no Device Control register"),
+        (["tune", "--devctl", "0x12345"], 2, "is no register value of 16 bits"),
         (["tune", "--devctl", "0x2937", "--max-read-request", 100], 2, "100 bytes cannot be set"),
         (["tune", "--max-read-request", 512], 2, "need --devctl"),
         (["tune", "--against", "0x1"], 2, "need --devctl"),
