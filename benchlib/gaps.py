@@ -10,8 +10,10 @@ import http.client
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
 
 from benchlib.errors import RecordError, RequestError
 from benchlib.prompts import Prompt
@@ -29,7 +31,13 @@ class PromptGaps(Frozen):
 
     output_ids: tuple[int, ...]
     second_ids: tuple[int, ...]
-    gaps: tuple[float, ...]
+    gaps: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
+
+    @model_validator(mode="after")
+    def _as_long(self) -> Self:
+        if not len(self.output_ids) == len(self.second_ids) == len(self.gaps):
+            raise ValueError(f"{len(self.output_ids)} tokens, {len(self.second_ids)} seconds, {len(self.gaps)} gaps")
+        return self
 
 
 def measure_gaps(
@@ -47,11 +55,14 @@ def measure_gaps(
         top = answer.get("meta_info", {}).get("output_top_logprobs") or [()]
         if any(len(pair) != 2 for pair in top):
             raise RequestError(f"{url}: two output_top_logprobs a token were asked for {prompt.name} and did not come")
-        found[prompt.sha256] = PromptGaps(
-            output_ids=tuple(answer.get("output_ids") or (best[1] for best, _ in top)),
-            second_ids=tuple(second[1] for _, second in top),
-            gaps=tuple(best[0] - second[0] for best, second in top),
-        )
+        try:
+            found[prompt.sha256] = PromptGaps(
+                output_ids=tuple(answer.get("output_ids") or (best[1] for best, _ in top)),
+                second_ids=tuple(second[1] for _, second in top),
+                gaps=tuple(best[0] - second[0] for best, second in top),
+            )
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"{url}: the logprobs of {prompt.name} make no sense: {error}") from error
     return found
 
 
