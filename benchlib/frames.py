@@ -114,7 +114,11 @@ def load_campaign(path: Path | str) -> Campaign:
             broken[child.name] = str(error)
     if not runs and not broken:
         raise RecordError(f"{path} holds no run: expected folders such as {folder.name}/tp1-auto/record.json")
-    return Campaign(folder.name, tuple(runs), broken, load_bandwidth(folder), not_lossless(folder) if runs else {})
+    return Campaign(folder.name, tuple(runs), broken, load_bandwidth(folder), _struck(folder, runs))
+
+
+def _struck(folder: Path, runs: Sequence[LoadedRun]) -> dict[str, str]:
+    return not_lossless(folder, ((run.name, run.record, run.requests) for run in runs))
 
 
 def load_campaigns(paths: Iterable[Path | str]) -> list[Campaign]:

@@ -17,7 +17,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -174,9 +174,19 @@ def _validate(campaign: str, runs: Sequence[_Run]) -> Validation:
     return Validation(campaign, (*checks.values(),), (*floors.values(),), tuple(budgets), names)
 
 
-def not_lossless(folder: Path | str) -> dict[str, str]:
-    """Why speedups are struck, by run name: every start of every condition that is NOT lossless; empty for none."""
-    found = _validate("", list(_load(Path(folder))))
+def not_lossless(
+    folder: Path | str, loaded: Iterable[tuple[str, RunRecord, Sequence[RequestRecord]]] | None = None
+) -> dict[str, str]:
+    """Why speedups are struck, by run name: every start of every condition that is NOT lossless; empty for none.
+
+    `loaded` are the campaign's runs (name, record, requests) where they were read already.
+    """
+    folder = Path(folder)
+    if loaded is None:
+        runs = list(_load(folder))
+    else:
+        runs = [_Run(n, record, rs, load_gaps(folder / n)) for n, record, rs in loaded if record.status == "ok"]
+    found = _validate("", runs)
     bad = {check.condition: check.reason for check in found.methods if check.verdict == "NOT lossless"}
     return {name: bad[condition] for name, condition in found.runs.items() if condition in bad}
 

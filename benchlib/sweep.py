@@ -175,10 +175,14 @@ def run_sweep(
     with _locked(results / runs[0].campaign), signals_raise():
         for index, spec in enumerate(runs):
             listener(index, len(runs), spec, None)
-            if not checked and (force or _look(spec, results)[0] != "finished"):
-                _check_clock(runs, results / spec.campaign)
-                checked = True
-            outcome = _run_one(spec, results, notebook, force)
+            state, _ = _look(spec, results)
+            if state == "finished" and not force:
+                outcome = Outcome(spec, "skipped", 0.0)
+            else:
+                if not checked:
+                    _check_clock(runs, results / spec.campaign)
+                    checked = True
+                outcome = _run_one(spec, results, notebook, state)
             outcomes.append(outcome)
             listener(index + 1, len(runs), spec, outcome)
     return outcomes
@@ -194,11 +198,8 @@ def _check_clock(runs: Sequence[RunSpec], campaign: Path) -> None:
     write_atomic(campaign / CLOCK_FILE, json.dumps(found, indent=1).encode() + b"\n")
 
 
-def _run_one(spec: RunSpec, results: Path, notebook: Path, force: bool) -> Outcome:
+def _run_one(spec: RunSpec, results: Path, notebook: Path, state: RunState) -> Outcome:
     began = time.monotonic()
-    state, _ = _look(spec, results)
-    if state == "finished" and not force:
-        return Outcome(spec, "skipped", 0.0)
     folder = run_folder(results, spec)
     _make_room(folder, state)
     environment = collect_environment(spec)
