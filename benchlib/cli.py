@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from benchlib import cli_bench, cli_compare, cli_machine, cli_validate
-from benchlib.cli_machine import BusyOption, JsonOption, named_busy
+from benchlib.cli_machine import BusyOption, JsonOption, find_campaign, named_busy
 from benchlib.errors import BenchlibError, SpecError
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def summary(
     as_json: JsonOption = False,
 ) -> None:
     """Show a campaign's figures: one line a condition and cell, empty where there is none."""
-    folder = _campaign(campaign, results)
+    folder = find_campaign(campaign, results)
     from benchlib.compare import build_summary
 
     rows = build_summary(folder)
@@ -194,7 +194,7 @@ def report(
     results: ResultsOption = RESULTS,
 ) -> None:
     """Make the report of one or more campaigns: HTML, LaTeX tables, figures, and the PDF where LaTeX is installed."""
-    folders = [_campaign(name, results) for name in campaigns]
+    folders = [find_campaign(name, results) for name in campaigns]
     from benchlib.report import build_report
 
     made = build_report(folders, out)
@@ -254,13 +254,6 @@ def _is_toml(line: str) -> bool:
         return bool(tomllib.loads(line))
     except tomllib.TOMLDecodeError:
         return False
-
-
-def _campaign(name: str, results: Path) -> Path:
-    for folder in (Path(name), results / name):
-        if folder.is_dir():
-            return folder
-    raise SpecError(f"no campaign {name!r}: neither a folder nor a name under {results}")
 
 
 def _show(rows: list[dict[str, Any]], as_json: bool, title: str, columns: Sequence[str] = ()) -> None:

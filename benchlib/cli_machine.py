@@ -12,7 +12,7 @@ import typer
 
 from benchlib.errors import SpecError
 
-__all__ = ["BusyOption", "JsonOption", "app", "named_busy"]
+__all__ = ["BusyOption", "JsonOption", "app", "find_campaign", "named_busy"]
 
 app = typer.Typer()
 
@@ -23,6 +23,14 @@ BusyOption = Annotated[str, typer.Option("--busy", help="GPUs to leave out, such
 FromOption = Annotated[Path | None, typer.Option("--from", help="a saved `nvidia-smi topo -m`; empty: this machine")]
 LinksOption = Annotated[Path | None, typer.Option("--links", help="measured links that the choice is to prefer")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
+
+
+def find_campaign(name: str, results: Path) -> Path:
+    """A campaign's folder, given as such or by its name under `results`. SpecError where it is neither."""
+    for folder in (Path(name), results / name):
+        if folder.is_dir():
+            return folder
+    raise SpecError(f"no campaign {name!r}: neither a folder nor a name under {results}")
 
 
 def named_busy(text: str) -> dict[int, str]:

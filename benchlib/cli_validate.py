@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchlib.cli_machine import GATE_FAILED, RESULTS, JsonOption
-from benchlib.errors import SpecError
+from benchlib.cli_machine import GATE_FAILED, RESULTS, JsonOption, find_campaign
 
 __all__ = ["app"]
 
@@ -28,9 +27,7 @@ def validate(
 
     `cannot tell` is no alarm: it says that the evidence is missing, and which.
     """
-    folder = next((f for f in (Path(campaign), results / campaign) if f.is_dir()), None)
-    if folder is None:
-        raise SpecError(f"no campaign {campaign!r}: neither a folder nor a name under {results}")
+    folder = find_campaign(campaign, results)
     from benchlib.losslessness import unjudged_runs, validate_campaign
 
     found = validate_campaign(folder).to_json() | {"not_judged": unjudged_runs(folder)}
