@@ -11,8 +11,10 @@ A record is written to a temporary name, fsynced and renamed, `requests.jsonl` b
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -170,10 +172,11 @@ def load_record(folder: Path | str) -> RunRecord:
             "move it away and run its sweep again"
         ) from None
     if (expected := record.requests_sha256) is not None:
-        seen = hashlib.sha256(_read(folder / "requests.jsonl")).hexdigest()
+        requests, data = _read_requests(folder)
+        seen = hashlib.sha256(data).hexdigest()
         if seen != expected:
             raise RecordError(
-                f"{folder / 'requests.jsonl'} has SHA-256 {seen[:12]}..., its record says {expected[:12]}...: "
+                f"{requests} has SHA-256 {seen[:12]}..., its record says {expected[:12]}...: "
                 "it was cut or changed; run the sweep again"
             )
     return record
@@ -190,11 +193,23 @@ def boot_of(campaign: Path) -> str | None:
 
 def load_requests(folder: Path | str) -> Sequence[RequestRecord]:
     """Every request of a run, warm-ups and failed ones included, in the order they were sent."""
-    path = Path(folder) / "requests.jsonl"
+    path, data = _read_requests(Path(folder))
     try:
-        return [RequestRecord.model_validate_json(line) for line in _read(path).splitlines()]
+        return [RequestRecord.model_validate_json(line) for line in data.splitlines()]
     except ValidationError as error:
         raise RecordError(f"{path} has a broken line: {error.errors()[0]['msg']}; run its sweep again") from None
+
+
+def _read_requests(folder: Path) -> tuple[Path, bytes]:
+    """The lines, also where they were compressed to be kept: by `gzip`, a tenth of their size."""
+    path = folder / "requests.jsonl"
+    packed = folder / "requests.jsonl.gz"
+    if path.exists() or not packed.exists():
+        return path, _read(path)
+    try:
+        return packed, gzip.decompress(_read(packed))
+    except (OSError, EOFError, zlib.error) as error:
+        raise RecordError(f"{packed} cannot be unpacked: {error}; restore it, or run its sweep again") from error
 
 
 def _read(path: Path) -> bytes:

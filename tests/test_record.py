@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -146,3 +147,17 @@ def test_the_boot_of_a_campaign_is_that_of_its_first_readable_record(tmp_path: P
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "record.json").write_text("{")
     assert boot_of(tmp_path) == "first"
+
+
+def test_requests_may_be_kept_compressed(tmp_path: Path) -> None:
+    saved = save_run(tmp_path, RECORD, [REQUEST])
+    plain = tmp_path / "requests.jsonl"
+    packed = gzip.compress(plain.read_bytes())
+    plain.unlink()
+    (tmp_path / "requests.jsonl.gz").write_bytes(packed)
+    assert load_record(tmp_path) == saved
+    assert list(load_requests(tmp_path)) == [REQUEST]
+    for broken in (packed[:-9], packed[:20] + b"\0\0\0" + packed[23:], b"text"):
+        (tmp_path / "requests.jsonl.gz").write_bytes(broken)
+        with pytest.raises(RecordError, match=r"requests\.jsonl\.gz"):
+            load_record(tmp_path)
