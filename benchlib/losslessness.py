@@ -46,7 +46,10 @@ Key = tuple[str, int, int]  # prompt digest, max_new_tokens, concurrency
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where one output parts from another; `gap` None: auto was not asked there. `top_two`: `got` is of auto's best."""
+    """Where one output parts from another. `gap`: how far (nats) `got` lay behind auto's best; None: it was not asked.
+
+    `beyond`: `got` is none of the best that were asked for, and lies at least as far behind as the last of them.
+    """
 
     run: str
     prompt: str
@@ -56,7 +59,7 @@ class Divergence:
     expected: int | None
     got: int | None
     gap: float | None
-    top_two: bool | None
+    beyond: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,11 +292,12 @@ def _divergence(
     run: _Run, r: RequestRecord, at: int, expected: Sequence[int], ids: Sequence[int], asked: PromptGaps | None
 ) -> Divergence:
     here, there = (tokens[at] if at < len(tokens) else None for tokens in (ids, expected))
-    gap = top_two = None
+    gap, beyond = None, False
     # What auto was asked holds here only while both have read the same tokens.
     if asked and at < len(asked.gaps) and asked.output_ids[:at] == tuple(ids[:at]):
-        gap, top_two = asked.gaps[at], here in (asked.output_ids[at], asked.second_ids[at])
-    return Divergence(run.name, r.prompt, r.max_new_tokens, r.concurrency, at, there, here, gap, top_two)
+        gap, among = asked.behind(at, here)
+        beyond = not among
+    return Divergence(run.name, r.prompt, r.max_new_tokens, r.concurrency, at, there, here, gap, beyond)
 
 
 def _verdict(check: Check, chain: Check | None, limit: float) -> tuple[Verdict, str]:
@@ -303,16 +307,18 @@ def _verdict(check: Check, chain: Check | None, limit: float) -> tuple[Verdict, 
     if not parted:
         return "lossless", ""
     of = f"{len(parted)} of {check.outputs} outputs differ from auto's"
-    if clear := [d for d in parted if d.gap is not None and (d.gap > limit or not d.top_two)]:
+    if clear := [d for d in parted if d.gap is not None and (d.gap > limit or d.got is None)]:
         d = max(clear, key=lambda d: d.gap or 0.0)
-        third = "" if d.top_two else ", and took neither of its two best tokens"
-        tie = f"auto's gap is {d.gap:.2g} nats (a tie: up to {limit:.2g}){third}"
-        return "NOT lossless", f"{of}: {d.run} left it at token {d.position} of {d.prompt}, where {tie}"
+        at = f"{d.run} left it at token {d.position} of {d.prompt}"
+        if d.got is None:
+            return "NOT lossless", f"{of}: {at}, where it ended and auto went on"
+        least = "at least " * d.beyond
+        return "NOT lossless", f"{of}: {at} for one {least}{d.gap:.2g} nats behind auto's (a tie: up to {limit:.2g})"
     theirs = f"of the chain's {len(chain.divergences)} of {chain.outputs}" if chain else "no chain stands beside"
     if chain and (p := _earlier(check, chain)) <= FALSE_ALARM:
         return "NOT lossless", f"{of}, {theirs}: more often or earlier (p = {p:.2g})"
-    if unknown := sum(d.gap is None for d in parted):
-        return "cannot tell", f"{of}, {theirs}; auto's gap is not known at {unknown} of these places"
+    if unknown := sum(d.gap is None or d.beyond for d in parted):
+        return "cannot tell", f"{of}, {theirs}; how far the token lay behind auto's is not known at {unknown} of these"
     return "within numeric noise", f"{of}, all at near ties (up to {limit:.2g} nats); {theirs}"
 
 

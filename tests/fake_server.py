@@ -120,7 +120,9 @@ class Handler(BaseHTTPRequestHandler):
     def whole(self, total: int) -> None:
         """An answer in one piece, each token a clear choice before the next one."""
         reply = self.chunk(0, total, total, 1)
-        reply["meta_info"]["output_top_logprobs"] = [[[-0.1, i, None], [-4.0, i + 1, None]] for i in range(total)]
+        reply["meta_info"]["output_top_logprobs"] = [
+            [[-0.1 - 4.0 * rank, i + rank, None] for rank in range(5)] for i in range(total)
+        ]
         self.answer(200, json.dumps(reply).encode())
 
     def chunk(self, before: int, sent: int, total: int, steps: int) -> dict[str, Any]:
