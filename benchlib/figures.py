@@ -33,7 +33,7 @@ from benchlib.frames import ALL, Row, grouped, rows_of
 from benchlib.metrics import METRICS
 from benchlib.record import write_atomic
 
-__all__ = ["Drawing", "build_figures", "method_style"]
+__all__ = ["WIDTHS_IN", "Drawing", "build_figures", "method_style", "save_figure"]
 
 WIDTHS_IN = {"": 6.9, "-1col": 3.4}  # by the file name's ending: two columns, one column
 DPI = 200
@@ -141,27 +141,36 @@ def build_figures(results: pd.DataFrame, scaling: pd.DataFrame, folder: Path) ->
 
     A figure for which there is no data says so in place of its axes, so that documents can always include it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     cells = [r for r in rows_of(results) if r["status"] == "ok" and r.get("tpot_s") is not None]
     sources = {"scaling": rows_of(scaling)}
-    with mpl.rc_context({**_RC, "font.family": _font()}):
-        return {plan.name: _save(plan, plan.rows(sources.get(plan.name, cells)), folder) for plan in _PLANS}
+    return {plan.name: _save(plan, plan.rows(sources.get(plan.name, cells)), folder) for plan in _PLANS}
 
 
 def _save(plan: _Plan, rows: Sequence[Row], folder: Path) -> Drawing:
-    caption, stem = _CAPTIONS[plan.name], folder / plan.name
-    for ending, width in WIDTHS_IN.items():
-        figure = _draw(plan, rows, width)
-        pdf, png = cast(Any, FigureCanvasPdf(figure)), cast(Any, FigureCanvasAgg(figure))
-        # Laid out once and printed by the backends: `savefig` would lay out and draw everything twice for each file.
-        figure.get_layout_engine().execute(figure)
-        figure.set_layout_engine("none")
-        pdf.print_pdf(f"{stem}{ending}.pdf", metadata={"CreationDate": None, "Title": caption})
-        figure.set_dpi(DPI)
-        png.print_png(f"{stem}{ending}.png", metadata={"Software": None})
-    items = dict.fromkeys(plan.item.format(**row) for row in rows)
-    alt = f"{caption}: {'; '.join(items) or 'no data in these records'}."
-    return Drawing(plan.name, caption, alt, *(Path(f"{stem}{end}") for end in (".png", "-1col.png", ".pdf")))
+    items = "; ".join(dict.fromkeys(plan.item.format(**row) for row in rows))
+    alt = items or "no data in these records"
+    return save_figure(plan.name, _CAPTIONS[plan.name], alt, lambda width: _draw(plan, rows, width), folder)
+
+
+def save_figure(name: str, caption: str, shows: str, draw: Callable[[float], Figure], folder: Path) -> Drawing:
+    """Save what `draw(width_in)` makes at both widths, as PDF and PNG; `shows` ends the alt text.
+
+    `draw` is called with benchlib's fonts and colours set, and lays its figure out as `constrained`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / name
+    with mpl.rc_context({**_RC, "font.family": _font()}):
+        for ending, width in WIDTHS_IN.items():
+            figure: Any = draw(width)
+            pdf, png = cast(Any, FigureCanvasPdf(figure)), cast(Any, FigureCanvasAgg(figure))
+            # Laid out once, printed by the backends: `savefig` would lay out and draw everything twice for each file.
+            figure.get_layout_engine().execute(figure)
+            figure.set_layout_engine("none")
+            pdf.print_pdf(f"{stem}{ending}.pdf", metadata={"CreationDate": None, "Title": caption})
+            figure.set_dpi(DPI)
+            png.print_png(f"{stem}{ending}.png", metadata={"Software": None})
+    alt = f"{caption}: {shows}."
+    return Drawing(name, caption, alt, *(Path(f"{stem}{end}") for end in (".png", "-1col.png", ".pdf")))
 
 
 def _draw(plan: _Plan, rows: Sequence[Row], width: float) -> Any:
