@@ -21,11 +21,26 @@ from benchlib import frames
 from benchlib.ceilings import floor_tok_s, step_bytes
 from benchlib.errors import ComparisonError, UnavailableError
 from benchlib.frames import ALL, CELL_FIELDS, CONDITION_FIELDS, METHOD_FIELDS, Campaign, LoadedRun, grouped, rows_of
-from benchlib.verdicts import Verdict, adjust, between_sd, judge, level_of, log_interval, log_ratio, observations
+from benchlib.verdicts import (
+    ALPHA,
+    FEW_STARTS,
+    Drift,
+    Verdict,
+    adjust,
+    between_sd,
+    build_drift,
+    judge,
+    level_of,
+    log_interval,
+    log_ratio,
+    observations,
+)  # fmt: skip
+from benchlib.warnings import format_warning
 
 __all__ = [
     *("AB_AXES", "BASELINE", "MATCHED_FIELDS", "SUMMARY_KEYS", "build_ab"),
-    *("build_results", "build_scaling", "build_summary", "compare", "start_spreads"),
+    *("build_results", "build_scaling", "build_summary", "build_warnings", "compare", "find_drifts"),
+    "start_spreads",
 ]
 
 BASELINE = "baseline"
@@ -43,7 +58,7 @@ SUMMARY_KEYS = (
     *("nccl_profile", "numa_policy", "variant"),
     *("prompt", "max_new_tokens", "concurrency", "n_starts", "n_requests"),
     *("decode_tok_s", "decode_tok_s_low", "decode_tok_s_high", "output_throughput_tok_s"),
-    *("ttft_s", "tpot_s", "accept_length", "full_block_share", "step_ms"),
+    *("ttft_s", "tpot_s", "accept_length", "forecast_length", "full_block_share", "step_ms"),
     *("break_even", "break_even_low", "break_even_high", "floor_tok_s", "floor_share"),
     *("energy_per_token_j", "power_w", "throttled_share"),
     *("speedup", "speedup_low", "speedup_high"),
@@ -51,6 +66,7 @@ SUMMARY_KEYS = (
 )
 
 Row = Mapping[str, Any]
+WARNING_COLUMNS = ("run", "cells", "warning")
 
 
 def compare(baseline: Row, other: Row, *, vary: Iterable[str] = METHOD_FIELDS) -> Verdict:
@@ -125,6 +141,40 @@ def build_scaling(results: pd.DataFrame) -> pd.DataFrame:
 def _tell_scaling(row: dict[str, Any], found: Verdict) -> dict[str, Any]:
     told = {"scaling": found.ratio, "scaling_low": found.low, "scaling_high": found.high}
     return {**told, "efficiency": found.ratio / row["ideal"], "scaling_note": found.note}
+
+
+def find_drifts(rows: Iterable[dict[str, Any]]) -> list[tuple[str, str, Drift | None]]:
+    """(campaign, workload, drift) of all prompts pooled; None where no condition has starts enough to tell."""
+    pooled = [r for r in rows if r["prompt"] == ALL and r["status"] == "ok" and r["tpot_starts"]]
+    found = []
+    for group in grouped(pooled, ("campaign", "max_new_tokens", "concurrency")):
+        times = [observations(r["tpot_starts"], "start") for r in group]
+        drift = build_drift([[*zip(r["start_places"], t, strict=True)] for r, t in zip(group, times, strict=True)])
+        what = f"{group[0]['max_new_tokens']} new tokens, {group[0]['concurrency']} at once"
+        found.append((str(group[0]["campaign"]), what, drift))
+    return found
+
+
+def build_warnings(campaigns: Iterable[Campaign], results: pd.DataFrame) -> pd.DataFrame:
+    """Those that only a campaign as a whole shows, then the runs' own: columns `run`, `cells`, `warning`."""
+    rows = rows_of(results)
+    found = []
+    for name, workload, drift in find_drifts(rows):
+        if drift and drift.p_value < ALPHA:
+            found.append((f"all of {name}", workload, format_warning("drift", what=drift)))
+    measured = [r for r in rows if r["status"] == "ok" and r["prompt"] == ALL]
+    for group in grouped(measured, ("campaign",)):
+        whole = f"all of {group[0]['campaign']}", "whole campaign"
+        starts = {r["run"]: int(r["n_starts"]) for r in group}
+        few = [n for n in starts.values() if n < FEW_STARTS]
+        if few and len(starts) > 1:
+            what = f"{len(few)} of {len(starts)} conditions have {' to '.join(map(str, sorted({min(few), max(few)})))}"
+            found.append((*whole, format_warning("few-starts", what=what, least=FEW_STARTS)))
+        if len(devices := sorted({str(r["devices"]) for r in group})) > 1:
+            found.append((*whole, format_warning("mixed-devices", what=" and on ".join(devices))))
+    own = frames.rows_of(frames.build_warnings(campaigns))
+    rows = [*(dict(zip(WARNING_COLUMNS, one, strict=True)) for one in found), *own]
+    return pd.DataFrame(rows, columns=list(WARNING_COLUMNS))
 
 
 def build_ab(results: pd.DataFrame) -> pd.DataFrame:

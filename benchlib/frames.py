@@ -53,7 +53,7 @@ _SERVING = (
 _KEPT = ("run", "start", "label", "variant", "all_reduce", "gpus", *CONDITION_FIELDS, *CELL_FIELDS, "prompt_sha256")
 _SUMMED = (
     *("n_requests", "window_s", "completion_tokens", "prompt_tokens", "decode_s", "decode_tokens", "decode_steps"),
-    *("verify_ct", "correct_drafts", "energy_j", "throttled_s"),
+    *("verify_ct", "correct_drafts", "forecast_tokens", "energy_j", "throttled_s"),
 )
 _RUN_MARKS = ("record.json", "requests.jsonl", "notebook.ipynb", "server.log")
 
@@ -320,6 +320,7 @@ def _request(r: RequestRecord) -> Row:
         "decode_s": window and window[0],
         "decode_tokens": window and window[1],
         "decode_steps": metrics.decode_steps(r.ticks, r.verify_ct),
+        "forecast_tokens": None if r.forecast_length is None else r.forecast_length * (r.verify_ct or 0),
         "ttft_s": metrics.ttft_s(r.ticks),
         "tpot_s": metrics.tpot_s(r.ticks),
         "decode_tok_s": metrics.decode_tok_s(r.ticks),
@@ -389,6 +390,7 @@ def _cell(group: list[Row]) -> Row:
         "throttled_share": _per(pooled["throttled_s"], window),
         "output_throughput_tok_s": _per(tokens, window),
         "accept_length": length,
+        "forecast_length": _per(pooled["forecast_tokens"], pooled["verify_ct"]),
         "full_block_share": metrics.full_block_share(pooled["drafts_histogram"], group[0]["block_size"]),
         "step_ms": metrics.step_ms(pooled["decode_s"], pooled["decode_steps"]),
         "budget_efficiency": metrics.budget_efficiency(length, group[0]["verify_tokens"]),

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchlib.client import call, generate_round, run_async
+from benchlib.draft_tree import DraftTree, measure_draft_tree, save_draft_tree
 from benchlib.errors import RequestError
 from benchlib.gaps import PromptGaps, measure_gaps, save_gaps
 from benchlib.nccl import parse_nccl_log
+from benchlib.progress import Teller, remove_told
 from benchlib.prompts import Prompt, build_prompts
 from benchlib.record import CellRecord, RequestRecord, RunRecord, ServerRecord, run_identity, save_run
 from benchlib.server_log import read_log_facts
@@ -66,12 +68,14 @@ class Measurement:
     error: str | None
     telemetry: TelemetryRecord | None = None
     gaps: dict[str, PromptGaps] | None = None
+    draft_tree: DraftTree | None = None
 
 
-def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
+def measure_run(spec: RunSpec, server: ServerRecord, *, folder: Path | None = None) -> Measurement:
     """Measure every cell of `spec` on a running server.
 
-    Failed requests do not raise; they are in the result. Raises SpecError for prompts that do not exist.
+    Failed requests do not raise; they are in the result. Raises SpecError for prompts that do not exist. A sweep that
+    waits is told in `folder`, the run's, between rounds, how far it is.
     """
     work = spec.workload
     vocab_size = _vocab_size(spec, server) if work.prompt_set == "random-ids" else None
@@ -86,11 +90,15 @@ def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
     error, failed_rounds = None, 0
     timed = range(max(work.repeats, work.max_repeats))
     rounds = [(number, True) for number in range(work.warmups)] + [(number, False) for number in timed]
+    order = list(itertools.product(rounds, cells))
+    teller = Teller(folder, [_asked_tokens(cell, warmup) for (_, warmup), cell in order])
+    records: list[RequestRecord] = []
     gpus = server.placement.gpus if server.placement else ()
     with Telemetry(gpus, epoch=epoch) as telemetry:
-        for (number, warmup), cell in itertools.product(rounds, cells):
+        for at, ((number, warmup), cell) in enumerate(order):
             if not warmup and number >= work.repeats and _precise(spec, cell.timed(requests)):
                 continue
+            teller.tell(_format_round(spec, cell, number, warmup), at, round_rates(records))
             warnings += _flush(server.url)
             records = _measure_round(spec, server.url, cell, epoch, round=number, warmup=warmup)
             requests += records
@@ -102,11 +110,18 @@ def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
     seen = telemetry.build_record() if gpus else None
     gaps = None
     if error is None and _is_reference(spec, server):
+        teller.tell("asking gaps")
         try:
             longest, patience_s = max(work.max_new_tokens), spec.request_timeout_s
             gaps = measure_gaps(server.url, prompts, longest, ignore_eos=work.ignore_eos, timeout_s=patience_s)
         except RequestError as missing:
             warnings.append(format_warning("no-gaps", reason=str(missing)))
+    tree = None
+    if error is None and server.info.get("returns_draft_tree"):
+        try:
+            tree = measure_draft_tree(server.url, prompts[0], timeout_s=spec.request_timeout_s)
+        except RequestError as missing:
+            warnings.append(format_warning("no-draft-tree", reason=str(missing)))
     return Measurement(
         started_at=started_at,
         duration_s=time.perf_counter() - epoch,
@@ -116,6 +131,7 @@ def measure_run(spec: RunSpec, server: ServerRecord) -> Measurement:
         error=error or _incomplete(cells, requests, limit),
         telemetry=seen,
         gaps=gaps,
+        draft_tree=tree,
     )
 
 
@@ -123,6 +139,7 @@ def save_measurement(
     folder: Path, spec: RunSpec, *, environment: dict[str, Any], server: ServerRecord, measurement: Measurement
 ) -> RunRecord:
     """Write the run's record and requests into `folder`; `status` is failed where a cell could not be measured."""
+    Teller(folder, ()).tell("writing record")
     # What the sweep's self-check found of this machine's client; by hand there was none.
     if (check := folder.parent / CLOCK_FILE).is_file():
         environment = {**environment, "clock": json.loads(check.read_bytes())}
@@ -150,7 +167,23 @@ def save_measurement(
         save_telemetry(folder, measurement.telemetry)
     if measurement.gaps:
         save_gaps(folder, measurement.gaps)
-    return save_run(folder, record, measurement.requests)
+    if measurement.draft_tree:
+        save_draft_tree(folder, measurement.draft_tree)
+    saved = save_run(folder, record, measurement.requests)
+    remove_told(folder)
+    return saved
+
+
+def _asked_tokens(cell: Cell, warmup: bool) -> int:
+    return min(cell.max_new_tokens, WARMUP_TOKENS) if warmup else cell.max_new_tokens
+
+
+def _format_round(spec: RunSpec, cell: Cell, number: int, warmup: bool) -> str:
+    """`round 2 of 3: fib 256 x1`."""
+    work = spec.workload
+    most = f"at most {work.max_repeats}" if work.max_repeats > work.repeats else str(work.repeats)
+    which = "warm-up" if warmup else f"round {number + 1} of {most}"
+    return f"{which}: {cell.prompt.name} {cell.max_new_tokens} x{cell.concurrency}"
 
 
 def _precise(spec: RunSpec, timed: Sequence[RequestRecord]) -> bool:
@@ -194,7 +227,7 @@ def _vocab_size(spec: RunSpec, server: ServerRecord) -> int | None:
 
 def _measure_round(spec: RunSpec, url: str, cell: Cell, epoch: float, **place: Any) -> list[RequestRecord]:
     work = spec.workload
-    asked = min(cell.max_new_tokens, WARMUP_TOKENS) if place["warmup"] else cell.max_new_tokens
+    asked = _asked_tokens(cell, place["warmup"])
     sampling = {"temperature": work.temperature, "max_new_tokens": asked, "ignore_eos": work.ignore_eos}
     bodies = [{**cell.prompt.payload, "stream": True, "sampling_params": sampling}] * cell.concurrency
     exchanges = run_async(generate_round(url, bodies, timeout_s=spec.request_timeout_s, stall_s=spec.stall_timeout_s))

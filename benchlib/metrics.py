@@ -70,6 +70,7 @@ METRICS: dict[str, Metric] = {
         Metric("peak_concurrency", "requests", "Peak concurrency", None, "Peak", 0),
         Metric("accept_length", "tok/step", "Accept length", "higher", "Accept"),
         Metric("accept_length_macro", "tok/step", "Accept length, mean of requests", "higher", "Accept"),
+        Metric("forecast_length", "tok/step", "Accept length the drafter promised", None, "Forecast"),
         Metric("full_block_share", "%", "Steps accepting the whole block", None, "Full", 1),
         Metric("step_ms", "ms", "Time per step", "lower", "Step"),
         Metric("budget_efficiency", "%", "Verified tokens kept", "higher", "Kept", 1),

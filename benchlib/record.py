@@ -2,7 +2,8 @@
 
 Schema history (`SCHEMA_VERSION`):
 1  first version.
-2  `server` gains placement, binding and devices; `nccl` what NCCL's log told. `placement`, always null, went.
+2  `server` gains placement, binding and devices; `nccl` what NCCL's log told. `placement`, always null, went. Requests
+   gain `forecast_length`.
 
 A record is written to a temporary name, fsynced and renamed, `requests.jsonl` before `record.json`, so a folder with a
 `record.json` holds the whole run. Nothing in it is derived: rates, latencies and ratios are computed from the ticks by
@@ -58,6 +59,11 @@ class RequestRecord(Frozen):
     correct_drafts: int | None = Field(None, description="accepted drafts, bonus excluded (spec_num_correct_drafts)")
     proposed_drafts: int | None = Field(None, description="drafted nodes or tokens (spec_num_proposed_drafts)")
     drafts_histogram: tuple[int, ...] | None = Field(None, description="index: accepted drafts in a step; value: steps")
+    forecast_length: float | None = Field(
+        None,
+        description="accept length that the drafter's own probabilities promised, mean over verify steps "
+        "(1 + sum of the nodes' probabilities); None: the engine does not tell",
+    )
     output_ids: tuple[int, ...] | None = None
     server_times: dict[str, float] = Field(default_factory=dict, description="the server's own; never used for a rate")
     error: str | None = None

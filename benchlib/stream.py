@@ -65,6 +65,7 @@ def request_record(exchange: Exchange, *, epoch: float, ignore_eos: bool, **plac
         correct_drafts=meta.get("spec_num_correct_drafts"),
         proposed_drafts=meta.get("spec_num_proposed_drafts"),
         drafts_histogram=meta.get("spec_correct_drafts_histogram") or None,
+        forecast_length=meta.get("spec_forecast_length"),
         output_ids=_output_ids([event for _, event in events], tokens),
         server_times={
             key: value

@@ -11,14 +11,14 @@ from typing import Any
 
 import pandas as pd
 
-from benchlib.compare import AB_AXES, BASELINE, ONE_ROUND, WRONG_OUTPUT, compare
+from benchlib.compare import AB_AXES, BASELINE, ONE_ROUND, WRONG_OUTPUT, compare, find_drifts
 from benchlib.errors import ComparisonError
 from benchlib.frames import ALL, Row, grouped, method_label, rows_of
 from benchlib.metrics import METRICS
 from benchlib.optimum import ENOUGH, budget_points, predict_optimum
 from benchlib.telemetry import MAX_THROTTLED_SHARE
 from benchlib.typeset import Cell, Column, Table, redact
-from benchlib.verdicts import ONE_START, build_drift, observations
+from benchlib.verdicts import ONE_START
 
 __all__ = ["build_tables", "frame_table", "group_heading", "group_of", "span"]
 
@@ -76,7 +76,11 @@ _OPTIMUM_NOTE = (
     "it is reported for, so an oracle. Edge: the best may lie beyond the budgets measured."
 )
 _ACCEPT_CAPTION = "Accept length and share of whole blocks, by prompt and budget"
-_ACCEPT_NOTE = "Accept: 1 + accepted drafts / verify steps, pooled. Full: share of steps that accept the whole block."
+_ACCEPT_NOTE = (
+    "Accept: 1 + accepted drafts / verify steps, pooled. Forecast: 1 + the sum of the drafted nodes' probabilities, by "
+    "the drafter's own account; what lies between the two is its miscalibration, and what the last step drafts beyond "
+    "the tokens asked for. Full: share of steps that accept the whole block."
+)
 
 
 def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame, source: str) -> dict[str, Table]:
@@ -89,7 +93,9 @@ def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame,
     main = [verify, *((pooled, "", key, ALL) for key in ("decode_tok_s", "speedup", "accept_length", "step_ms"))]
     main += [("Decode rate by prompt", p, "decode_tok_s", p) for p in prompts]
     speedup, steps = ([("", p, key, p) for p in each] for key in ("speedup", "step_ms"))
-    accept = [verify, *((p, "", key, p) for p in each for key in ("accept_length", "full_block_share"))]
+    told = any(r.get("forecast_length") is not None for r in rows)
+    gains = ("accept_length", *["forecast_length"] * told, "full_block_share")
+    accept = [verify, *((p, "", key, p) for p in each for key in gains)]
     caption = "Decode rate, speedup, accept length and time per step; pooled over all prompts, and by prompt"
     costs = [key for key in _COSTS if key in _COSTS[:2] or any(r.get(key) is not None for r in rows)]
     drafted = [r for r in rows if r["method"] != "auto"]
@@ -211,14 +217,8 @@ def _ab_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
 
 def _drift_table(rows: Sequence[Row], source: str) -> Table:
     """Whether a campaign's machine changed under it, told from conditions with two starts and more."""
-    body = []
-    fields = ("campaign", "max_new_tokens", "concurrency")
-    for group in grouped((r for r in rows if r["prompt"] == ALL and r["status"] == "ok" and r["tpot_starts"]), fields):
-        times = [observations(r["tpot_starts"], "start") for r in group]
-        found = build_drift([[*zip(r["start_places"], t, strict=True)] for r, t in zip(group, times, strict=True)])
-        what = f"{group[0]['max_new_tokens']} new tokens, {group[0]['concurrency']} at once"
-        told = str(found) if found else "cannot be told: too few starts of one condition"
-        body.append(_text_row(group[0]["campaign"], what, told))
+    unknown = "cannot be told: too few starts of one condition"
+    body = [_text_row(name, workload, str(drift or unknown)) for name, workload, drift in find_drifts(rows)]
     caption = "Drift over the campaign: a condition's time from its first start to its last"
     return Table(
         "drift", caption, _texts("Campaign", "Workload", "Drift"), tuple(body) or ("No run.",), (source,), True

@@ -66,6 +66,12 @@ CODES = {
     "telemetry.json). Raise its power limit or cool it, or read this point as one of a slower GPU.",
     "client-bias": "against a known schedule this machine's client saw {streams} streams run {percent:+.1f}% off, more "
     "than {limit:.0f}%. Quiet the machine, or give the client cores of its own.",
+    "no-draft-tree": "a round's draft tree could not be asked ({reason}): there will be no picture of one.",
+    "few-starts": "{what}: fewer than {least} server starts a side cannot say that there is no difference. "
+    "Raise starts: `benchlib plan` says to how many.",
+    "drift": "{what} Raise starts, so that conditions and drift are told apart, or find what changed: clocks and heat "
+    "are in telemetry.json.",
+    "mixed-devices": "its runs were made on {what}. Compare only what ran on the same devices.",
     "attached": "the server was started elsewhere: its flags are checked only as far as it reports them.",
 }
 

@@ -311,3 +311,70 @@ def test_cells_without_room_keep_their_rows(tmp_path: Path) -> None:
         assert (row["status"], row["decode_tok_s"], row["note"]) == ("failed", None, "capped")
         assert row["error"].startswith("requests-capped: not measured: the server runs 1 requests at once")
         assert rows["tp4-b64", prompt, 1]["speedup"] is not None
+
+
+# --- what only a campaign shows
+
+
+def campaign_warnings(path: Path) -> list[tuple[str, str]]:
+    loaded = [frames.load_campaign(path)]
+    found = frames.rows_of(compare.build_warnings(loaded, compare.build_results(loaded)))
+    return [(r["cells"], r["warning"]) for r in found]
+
+
+def test_too_few_starts_are_warned_of(campaign: Path, tmp_path: Path) -> None:
+    ((place, text),) = campaign_warnings(campaign)
+    assert place == "whole campaign"
+    assert text.startswith("few-starts: 12 of 12 conditions have 1: fewer than 5 server starts a side")
+    enough = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,), starts=5)
+    assert campaign_warnings(synthetic.save_campaign(tmp_path, enough)) == []
+
+
+def test_a_drift_is_warned_of(tmp_path: Path) -> None:
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,), starts=5)
+
+    def slower(at: int) -> synthetic.Change:
+        def change(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
+            late = [
+                r.model_copy(update={"ticks": tuple((t * (1 + 0.03 * at), n) for t, n in r.ticks)}) for r in requests
+            ]
+            return record.model_copy(update={"started_at": f"2026-11-29T12:{at:02}:00+00:00"}), late
+
+        return change
+
+    changes = {run.run_name: slower(at) for at, run in enumerate(sweep.runs())}
+    ((place, text),) = campaign_warnings(synthetic.save_campaign(tmp_path, sweep, changes=changes))
+    assert place == "96 new tokens, 1 at once"
+    assert text.startswith("drift: Drift: from first to last start the same condition became")
+    assert "slower" in text
+
+
+def test_mixed_devices_are_warned_of(tmp_path: Path) -> None:
+    def elsewhere(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
+        return record.model_copy(update={"environment": {**record.environment, "cpu_model": "Other CPU"}}), requests
+
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,), starts=5)
+    path = synthetic.save_campaign(tmp_path, sweep, changes={"tp1-auto.2": elsewhere})
+    texts = [text for _, text in campaign_warnings(path)]
+    assert "mixed-devices: its runs were made on Example CPU 9000 and on Other CPU. Compare only" in "".join(texts)
+
+
+def test_the_forecast_is_pooled_over_steps(tmp_path: Path) -> None:
+    """(2.0 x 30 steps + 5.0 x 10) / 40 = 2.75; where one request does not tell, there is none."""
+    spec = synthetic.build_sweep(tp_size=(1,), methods=("linear",), tree_budgets=()).runs()[0]
+    record, requests = synthetic.build_run(spec)
+    short = [r.model_copy(update={"verify_ct": 30 if r.prompt == "fib" else 10}) for r in requests]
+    told = [r.model_copy(update={"forecast_length": 2.0 if r.prompt == "fib" else 5.0}) for r in short]
+
+    def pooled(*prompts: str, silent: str = "") -> Any:
+        kept = [r.model_copy(update={"forecast_length": None}) if r.prompt == silent else r for r in told]
+        kept = [r for r in kept if r.prompt in prompts]
+        work = record.spec.workload.model_copy(update={"prompts": prompts})
+        cells = tuple(c for c in record.cells if c.prompt in prompts)
+        own = record.model_copy(update={"spec": record.spec.model_copy(update={"workload": work}), "cells": cells})
+        loaded = frames.Campaign("c", (frames.LoadedRun("c", "tp1-linear", own, kept),))
+        rows = frames.rows_of(frames.build_cells(frames.build_rounds(frames.build_requests([loaded]))))
+        return next(r["forecast_length"] for r in rows if r["prompt"] == frames.ALL)
+
+    assert pooled("fib", "qsort") == pytest.approx(2.75)
+    assert pooled("fib", "qsort", silent="qsort") is None

@@ -251,6 +251,54 @@ def test_counters_add_up(servers: dict[str, Running], method: str) -> None:
         assert meta["spec_accept_length"] == pytest.approx(count / steps)
 
 
+@pytest.mark.parametrize("method", ["linear", "ddtree"])
+def test_the_forecast_is_the_mean_of_the_steps_own_trees(servers: dict[str, Running], method: str) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    whole = generate(servers[method].port, body)
+    steps = whole["meta_info"]["spec_verify_ct"]
+    trees = []
+    for step in range(steps):
+        answer = generate(servers[method].port, body | {"return_draft_tree": step})
+        assert answer["output_ids"] == whole["output_ids"]
+        trees.append(answer["meta_info"]["draft_tree"])
+    promised = [sum(node["probability"] for node in tree["nodes"]) for tree in trees]
+    assert whole["meta_info"]["spec_forecast_length"] == pytest.approx(sum(promised) / steps)
+    assert "draft_tree" not in generate(servers[method].port, body | {"return_draft_tree": steps})["meta_info"]
+
+
+def test_a_step_s_tree_tells_the_tokens_that_follow(servers: dict[str, Running], folder: Path) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY, "return_draft_tree": 1}
+    answer = generate(servers["ddtree"].port, body)
+    tree, ids = answer["meta_info"]["draft_tree"], answer["output_ids"]
+    path = [node["token_id"] for node in tree["nodes"] if node["accepted"]]
+    assert len(tree["nodes"]) == 25
+    assert (tree["nodes"][0]["parent"], tree["nodes"][0]["probability"]) == (-1, 1.0)
+    assert tree["accept_length"] == len(path)
+    gained = [*path, tree["bonus"]["token_id"]]
+    assert any(ids[at : at + len(gained)] == gained for at in range(len(ids)))
+    tokenizer = bpe.Tokenizer.load(folder / "target")
+    assert all(node["text"] == tokenizer.decode([node["token_id"]]) for node in tree["nodes"])
+    for node in tree["nodes"][1:]:
+        assert node["probability"] <= tree["nodes"][node["parent"]]["probability"]
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "reason"),
+    [
+        ("auto", {"return_draft_tree": 0}, "autoregressive decoding drafts nothing"),
+        ("ddtree", {"return_draft_tree": -1}, "an integer of 0 to"),
+        ("ddtree", {"return_draft_tree": 0, "stream": True}, "not supported in a stream"),
+    ],
+)
+def test_trees_that_cannot_be_had_are_refused(
+    servers: dict[str, Running], method: str, more: dict[str, Any], reason: str
+) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY, **more}
+    status, answer = call(servers[method].port, "POST", "/generate", json.dumps(body).encode())
+    assert status == 400
+    assert reason in json.loads(answer)["error"]["message"]
+
+
 def test_autoregressive_answers_have_no_speculative_fields(auto: Running) -> None:
     meta = auto.generate()["meta_info"]
     assert not [key for key in meta if key.startswith("spec_")]

@@ -37,6 +37,7 @@ COLLECTING = {
     "machine": {"binding", "engines", "errors", "host", "links", "placement", "spec", "topology"},
     "telemetry": {"errors", "record", "spec", "topology"},
     "gaps": {"errors", "prompts", "record", "spec", "stream"},
+    "draft_tree": {"errors", "gaps", "prompts", "record", "spec"},
     "sampling": {"gaps", "prompts"},
     "supervisor": set(),
     "paced_server": {"errors"},
@@ -44,7 +45,19 @@ COLLECTING = {
     "server": {"client", "engines", "errors", "host", "machine", "record", "server_log", "spec", "stream"},
     "warnings": {"metrics", "nccl", "placement", "record", "server_log", "spec", "telemetry"},
     "measure": {
-        *("client", "errors", "gaps", "nccl", "prompts", "record", "server_log", "spec", "stream", "telemetry"),
+        *(
+            "client",
+            "draft_tree",
+            "errors",
+            "gaps",
+            "nccl",
+            "prompts",
+            "record",
+            "server_log",
+            "spec",
+            "stream",
+            "telemetry",
+        ),
         *("verdicts", "warnings"),
     },
     "notebook": set(),
@@ -54,7 +67,17 @@ COLLECTING = {
     },
 }
 ANALYSING = {"metrics", "frames", "compare", "tables", "figures", "headline", "optimum"}
-SHARED = {"errors", "spec", "record", "telemetry", "gaps", "metrics", "verdicts"}  # files of their own, definitions
+SHARED = {
+    "errors",
+    "spec",
+    "record",
+    "telemetry",
+    "gaps",
+    "draft_tree",
+    "metrics",
+    "verdicts",
+    "warnings",
+}  # files of their own, definitions
 CONFINED = {
     "pandas": {"frames", "compare", "tables", "figures", "headline"},
     "matplotlib": {"figures"},

@@ -29,7 +29,7 @@ from benchlib.reference_engine.tree import (
     convolution_index,
 )
 
-__all__ = ["Decoder", "Generation", "Method", "Request", "StageTimes"]
+__all__ = ["Decoder", "Generation", "Method", "Request", "StageTimes", "Trace"]
 
 Method = Literal["auto", "linear", "ddtree"]
 PREFILL_CHUNK = 64
@@ -45,6 +45,17 @@ class Request:
     ignore_eos: bool = False
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    traced_step: int | None = None  # the verify step, from 0, whose draft tree is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One verify step: the tree, the accepted nodes from the root down, and the token the target chose after them."""
+
+    step: int
+    tree: DraftTree
+    path: list[int]
+    bonus: int
 
 
 @dataclass(slots=True)
@@ -62,6 +73,8 @@ class Generation:
     correct_drafts: int = 0
     proposed_drafts: int = 0
     histogram: list[int] = field(default_factory=list)
+    forecast: float = 0.0  # accept length that the drafter promised, summed over the steps
+    trace: Trace | None = None
     generator: torch.Generator | None = None
 
     @property
@@ -176,6 +189,9 @@ class Decoder:
             whole = path[-1] == len(path) - 1
             taps = output.taps[b, : len(path)] if whole else output.taps[b, path]
             self.drafter.append(self.context, slots[b], starts[b], taps)
+            sequence.forecast += tree.forecast
+            if sequence.verify_ct == sequence.request.traced_step:
+                sequence.trace = Trace(sequence.verify_ct, tree, path, bonus)
             self._count(sequence, [*(tree.tokens[n] for n in path[1:]), bonus])
         if self.times is not None:
             self._time(marks, heap)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchlib.reference_engine.batching import Job
-from benchlib.reference_engine.decode import Request
+from benchlib.reference_engine.decode import Request, Trace
 from benchlib.reference_engine.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = ["Asked", "BadRequest", "Reader", "Stream", "answer", "error_body"]
@@ -28,6 +28,7 @@ FIELDS = {
     "top_logprobs_num",
     "logprob_start_len",
     "rid",
+    "return_draft_tree",
 }
 OWN_PARAMETERS = {
     "temperature",
@@ -106,11 +107,14 @@ class Reader:
         stream = _flag(body, "stream")
         if stream and batch:
             raise BadRequest("stream is not supported for a batch: send one request a prompt.")
+        if stream and body.get("return_draft_tree") is not None:
+            raise BadRequest("return_draft_tree is not supported in a stream: ask for the whole answer.")
         top = self._top_logprobs(body)
+        traced = self._traced_step(body)
         parameters = _spread(body.get("sampling_params"), len(prompts), "sampling_params", dict)
         rids = _spread(body.get("rid"), len(prompts), "rid", str)
         jobs = [
-            Job(self._request(prompt, own or {}), rid or uuid.uuid4().hex, stream, top)
+            Job(self._request(prompt, own or {}, traced), rid or uuid.uuid4().hex, stream, top)
             for prompt, own, rid in zip(prompts, parameters, rids, strict=True)
         ]
         return Asked(jobs, batch, stream)
@@ -157,7 +161,15 @@ class Reader:
             raise BadRequest(f"{self._algorithm} speculative decoding does not support return_logprob yet.")
         return top
 
-    def _request(self, ids: list[int], parameters: dict[str, Any]) -> Request:
+    def _traced_step(self, body: dict[str, Any]) -> int | None:
+        """This engine's own extension: the number of a verify step, from 0, whose draft tree is to come back."""
+        if body.get("return_draft_tree") is None:
+            return None
+        if not self._algorithm:
+            raise BadRequest("return_draft_tree needs a speculative server: autoregressive decoding drafts nothing.")
+        return _integer(body, "return_draft_tree", 0, 0, self._context)
+
+    def _request(self, ids: list[int], parameters: dict[str, Any], traced_step: int | None) -> Request:
         _refuse_unknown(parameters, OWN_PARAMETERS | NEUTRAL.keys(), "sampling parameter")
         for name, allowed in NEUTRAL.items():
             if name in parameters and parameters[name] not in allowed:
@@ -175,6 +187,7 @@ class Reader:
             ignore_eos=_flag(parameters, "ignore_eos"),
             seed=self._request_seed(parameters),
             stop_token_ids=self._stops(parameters),
+            traced_step=traced_step,
         )
 
     def _request_seed(self, parameters: dict[str, Any]) -> int:
@@ -268,9 +281,29 @@ class Stream:
         return self._job.done or (fresh > 0 and (self._sent == 0 or fresh >= interval))
 
 
-def answer(job: Job, decoder: StreamDecoder) -> dict[str, Any]:
+def answer(job: Job, decoder: StreamDecoder, tokenizer: Tokenizer) -> dict[str, Any]:
     """The whole answer of a job that is done."""
-    return Stream(job, decoder, incremental=False).event()
+    found = Stream(job, decoder, incremental=False).event()
+    if job.sequence is not None and (trace := job.sequence.trace) is not None:
+        found["meta_info"]["draft_tree"] = _draft_tree(trace, tokenizer)
+    return found
+
+
+def _draft_tree(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
+    """One verify step: each node with its parent and the product of its slots' marginals, and the bonus token."""
+    tree = trace.tree
+    nodes = [
+        {
+            "token_id": token,
+            "text": tokenizer.decode([token]),
+            "parent": parent,
+            "probability": math.exp(log_prob),
+            "accepted": node in trace.path,
+        }
+        for node, (token, parent, log_prob) in enumerate(zip(tree.tokens, tree.parents, tree.log_probs, strict=True))
+    ]
+    bonus = {"token_id": trace.bonus, "text": tokenizer.decode([trace.bonus])}
+    return {"step": trace.step, "accept_length": len(trace.path), "nodes": nodes, "bonus": bonus}
 
 
 def _finish_reason(job: Job) -> dict[str, Any]:
@@ -324,6 +357,8 @@ def _speculation(job: Job) -> dict[str, Any]:
         "spec_num_proposed_drafts": s.proposed_drafts,
         "spec_verify_ct": s.verify_ct,
         "spec_correct_drafts_histogram": list(s.histogram),
+        # Not SGLang's: what the drafter's own probabilities promised, before the target was asked.
+        "spec_forecast_length": s.forecast / s.verify_ct,
     }
 
 

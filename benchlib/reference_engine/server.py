@@ -394,7 +394,7 @@ class _Server:
         finally:
             for job in asked.jobs:  # no effect on those that are done
                 self.batcher.abort(job, "the client went away")
-        answers = [answer(job, self.tokenizer.stream()) for job in asked.jobs]
+        answers = [answer(job, self.tokenizer.stream(), self.tokenizer) for job in asked.jobs]
         return _json(answers if asked.batch else answers[0])
 
     async def _stream(self, request: web.Request, job: Job) -> web.StreamResponse:
@@ -508,6 +508,7 @@ class _Server:
             "tokenizer_path": str(self.plan.target),
             "context_length": self.config.max_position_embeddings,
             "vocab_size": self.config.vocab_size,
+            "returns_draft_tree": drafter is not None,
             "speculative_draft_model_path": str(self.plan.drafter) if drafter else None,
             "speculative_num_draft_tokens": drafter.config.block_size if drafter else None,
             "speculative_ddtree_budget": decoder.budget if decoder and tree else None,
