@@ -10,8 +10,7 @@ import shlex
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,8 +21,8 @@ from benchlib.cli_machine import BusyOption, JsonOption, find_campaign, named_bu
 from benchlib.errors import BenchlibError, SpecError
 
 if TYPE_CHECKING:
-    from benchlib.spec import RunSpec, Sweep
-    from benchlib.sweep import Outcome, Planned
+    from benchlib.spec import Sweep
+    from benchlib.sweep import Planned
 
 __all__ = ["app", "main"]
 
@@ -82,6 +81,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Show every run of a sweep in measuring order, its state, GPUs, and for about how long. Starts nothing."""
+    from benchlib.progress import format_duration
     from benchlib.sweep import plan_sweep, select_runs
     from benchlib.topology import load_topology
 
@@ -155,10 +155,10 @@ def sweep(
     """Run a sweep: one server start, one notebook, one record a run. Finished runs are skipped."""
     from benchlib.sweep import run_sweep, select_runs
 
-    runs = select_runs(_load(sweep, settings), only or ())
+    loaded = _load(sweep, settings)
+    runs = select_runs(loaded, only or ())
     try:
-        with _progress(len(runs)) as listener:
-            outcomes = run_sweep(runs, results=results, force=force, listener=listener)
+        outcomes = run_sweep(runs, results=results, force=force, assumed=loaded.assumed)
     except KeyboardInterrupt:
         typer.echo("interrupted: the server is ended, finished runs are kept", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -279,35 +279,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool, title: str, columns: Sequen
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def format_duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3.4 h`."""
-    if seconds >= 5400:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
-
-
 def _cell(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int, int, RunSpec, Outcome | None], None]]:
-    """A line for each run that ended, and on a terminal a bar below them, both with the time left."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    began = time.monotonic()
-    with Progress(console=console, disable=not console.is_terminal, speed_estimate_period=3600) as bar:
-        task = bar.add_task("starting", total=total)
-
-        def move(done: int, total: int, spec: RunSpec, outcome: Outcome | None) -> None:
-            bar.update(task, completed=done, description=spec.run_name)
-            if outcome is not None:
-                left = (time.monotonic() - began) / done * (total - done)
-                ended = f"[{done}/{total}] {spec.run_name} {outcome.status} {outcome.seconds:.1f} s"
-                console.print(f"{ended}, about {left:.0f} s left", markup=False)
-
-        yield move

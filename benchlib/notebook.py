@@ -58,7 +58,8 @@ def _papermill(source: Path, output: Path, parameters: dict[str, Any], manager: 
     from nbclient.exceptions import DeadKernelError
 
     loop = ensure_event_loop()  # this thread's, which nbclient would make and leave open
-    logging.getLogger("papermill").setLevel(logging.ERROR)
+    # What fails is returned, and a kernel that dies of an interrupt is no news.
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)
     logging.getLogger("traitlets").setLevel(logging.CRITICAL)
     try:
         papermill.execute_notebook(

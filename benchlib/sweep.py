@@ -7,14 +7,15 @@ an interrupted sweep leaves one behind.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +32,7 @@ from benchlib.machine import busy_here, place_run
 from benchlib.measure import CLOCK_FILE, WARMUP_TOKENS
 from benchlib.notebook import execute_notebook, read_parameters
 from benchlib.placement import Placement
+from benchlib.progress import Follower, Listener, remove_told, show_progress
 from benchlib.record import RunRecord, load_record, load_requests, run_folder, run_identity, save_run, write_atomic
 from benchlib.server import HOST, Server, Starting, attach_server
 from benchlib.spec import Assumed, RunSpec, Sweep
@@ -43,7 +45,6 @@ NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "02_measure.ipynb
 CLOCK_S = 3.0
 PLAN_PORT = 30000  # shown in a plan; a run takes a free one
 RunState = Literal["new", "finished", "failed", "stale", "partial"]
-Listener = Callable[[int, int, RunSpec, "Outcome | None"], None]
 
 
 class Planned(NamedTuple):
@@ -86,11 +87,7 @@ def plan_sweep(
     `topology` plans for another machine: GPUs in `busy` are taken there, and no engine is asked what it can do.
     """
     looked = [(spec, *_look(spec, results)) for spec in runs]
-    took = {
-        spec.run_name: record.duration_s + ((record.server and record.server.startup_s) or 0.0)
-        for spec, _, record in looked
-        if record is not None and record.status == "ok"
-    }
+    took = {spec.run_name: _took_s(record) for spec, _, record in looked if record and record.status == "ok"}
     mean = statistics.fmean(took.values()) if took else None
     planned, where = [], _Where(topology, busy or {})
     for spec, state, _ in looked:
@@ -98,6 +95,10 @@ def plan_sweep(
         estimate = 0.0 if state == "finished" else took.get(spec.run_name, guess)
         planned.append(Planned(spec, state, estimate, *_plan_launch(spec, where)))
     return planned
+
+
+def _took_s(record: RunRecord) -> float:
+    return record.duration_s + ((record.server and record.server.startup_s) or 0.0)
 
 
 def _assumed_s(spec: RunSpec, assumed: Assumed) -> float:
@@ -161,31 +162,46 @@ def run_sweep(
     results: Path,
     force: bool = False,
     notebook: Path = NOTEBOOK,
-    listener: Listener = lambda done, total, spec, outcome: None,
+    assumed: Assumed | None = None,
+    listener: Listener | None = None,
 ) -> list[Outcome]:
     """Run what is not finished, one after the other; a failed run is recorded and the next one goes on.
 
-    `listener` hears of each run at its start (outcome None) and end. Raises SpecError before anything starts when the
-    notebook does not know a parameter, RecordError when another sweep works on the same campaign.
+    `listener` hears how far it is; without one that is shown on standard output. `assumed` tells the time left until a
+    record does. Raises SpecError before anything starts when the notebook does not know a parameter, RecordError when
+    another sweep works on the same campaign.
     """
     if not runs:
         raise SpecError("nothing to run: the selection is empty")
     _check_parameters(notebook, runs[0])
     outcomes, checked = [], False
-    with _locked(results / runs[0].campaign), signals_raise():
-        for index, spec in enumerate(runs):
-            listener(index, len(runs), spec, None)
+    shown = show_progress() if listener is None else nullcontext(listener)
+    with _locked(results / runs[0].campaign), signals_raise(), shown as hears:
+        follower = _follow(runs, results, force, assumed, hears)
+        for number, spec in enumerate(runs, 1):
             state, _ = _look(spec, results)
             if state == "finished" and not force:
                 outcome = Outcome(spec, "skipped", 0.0)
             else:
+                follower.begin(number, spec)
                 if not checked:
+                    follower.enter("checking the clock")
                     _check_clock(runs, results / spec.campaign)
                     checked = True
-                outcome = _run_one(spec, results, notebook, state)
+                outcome = _run_one(spec, results, notebook, state, follower)
             outcomes.append(outcome)
-            listener(index + 1, len(runs), spec, outcome)
+            follower.end(number, spec, outcome.status, outcome.seconds)
     return outcomes
+
+
+def _follow(
+    runs: Sequence[RunSpec], results: Path, force: bool, assumed: Assumed | None, listener: Listener
+) -> Follower:
+    looked = [(spec, *_look(spec, results)) for spec in runs]
+    took = {(s.condition_name, s.start): _took_s(record) for s, _, record in looked if record and record.status == "ok"}
+    guess = None if assumed is None else functools.partial(_assumed_s, assumed=assumed)
+    todo = [spec for spec, state, _ in looked if force or state != "finished"]
+    return Follower(todo, len(runs), took, guess, listener)
 
 
 def _check_clock(runs: Sequence[RunSpec], campaign: Path) -> None:
@@ -198,8 +214,9 @@ def _check_clock(runs: Sequence[RunSpec], campaign: Path) -> None:
     write_atomic(campaign / CLOCK_FILE, json.dumps(found, indent=1).encode() + b"\n")
 
 
-def _run_one(spec: RunSpec, results: Path, notebook: Path, state: RunState) -> Outcome:
+def _run_one(spec: RunSpec, results: Path, notebook: Path, state: RunState, follower: Follower) -> Outcome:
     began = time.monotonic()
+    follower.enter("placing")
     folder = run_folder(results, spec)
     _make_room(folder, state)
     environment = collect_environment(spec)
@@ -211,10 +228,13 @@ def _run_one(spec: RunSpec, results: Path, notebook: Path, state: RunState) -> O
         with attach_server(spec, url=spec.attach) if spec.attach else Starting(spec, folder=folder) as server:
             # The notebook's kernel starts while the server does; the notebook then waits for it.
             parameters = {**spec.to_parameters(), "server_url": server.record.url, "results_dir": str(results)}
-            error = execute_notebook(notebook, folder / "notebook.ipynb", parameters, watch=server.poll)
+            watch = functools.partial(_watch, server, folder, follower)
+            error = execute_notebook(notebook, folder / "notebook.ipynb", parameters, watch=watch)
+            follower.enter("ending")
     except BenchlibError as failure:
         error = str(failure)
     seconds = time.monotonic() - began
+    remove_told(folder)
     try:
         record = load_record(folder)
     except RecordError as missing:
@@ -243,6 +263,12 @@ def _run_one(spec: RunSpec, results: Path, notebook: Path, state: RunState) -> O
         record = record.model_copy(update={"status": "failed", "error": changed})
         record = save_run(folder, record, load_requests(folder))
     return Outcome(spec, record.status, seconds, record.error)
+
+
+def _watch(server: Server, folder: Path, follower: Follower) -> bool:
+    ready = server.poll()
+    follower.look(folder, ready=ready)
+    return ready
 
 
 def _look(spec: RunSpec, results: Path) -> tuple[RunState, RunRecord | None]:

@@ -220,24 +220,9 @@ def test_a_sweep_with_a_failed_run_exits_1(
     sweep_file.write_text(sweep_file.read_text() + dies)
     code, out, err = run("sweep", sweep_file, "--results", tmp_path, "--only", "tp1-auto")
     assert code == 1
-    assert "[1/1] tp1-auto failed" in err
+    assert "[1/1] tp1-auto failed" in out
     assert "failed: tp1-auto: the server exited with code 7" in err
     assert f"0 of 1 runs ok in {tmp_path / 'c'}" in out
-
-
-def test_progress_on_a_terminal(run: Any, sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake_sweep(runs: list[RunSpec], listener: Any, **_: Any) -> list[Outcome]:
-        done = [Outcome(spec, "ok", 3.0) for spec in runs]
-        for index, outcome in enumerate(done):
-            listener(index, len(runs), outcome.spec, None)
-            listener(index + 1, len(runs), outcome.spec, outcome)
-        return done
-
-    monkeypatch.setattr("benchlib.sweep.run_sweep", fake_sweep)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    code, out, _ = run("sweep", sweep_file, "--results", tmp_path)
-    assert code == 0
-    assert "3 of 3 runs ok" in out
 
 
 def test_an_interrupted_sweep_says_so(run: Any, sweep_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +268,8 @@ def test_summary(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_report(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_report(paths: list[Path], out: Path) -> Any:
+    def build_report(paths: list[Path], out: Path, full_provenance: bool) -> Any:
+        assert not full_provenance
         return types.SimpleNamespace(
             html=out / "report.html",
             tables=[out / "a.tex"],

@@ -25,6 +25,7 @@ COLLECTING = {
     "binding": {"errors", "placement", "topology"},
     "spec": {"errors", "nccl"},
     "record": {"errors", "nccl", "placement", "spec"},
+    "progress": {"spec"},
     "prompts": {"errors"},
     "stream": {"record"},
     "client": {"errors", "stream"},
@@ -51,6 +52,7 @@ COLLECTING = {
             "errors",
             "gaps",
             "nccl",
+            "progress",
             "prompts",
             "record",
             "server_log",
@@ -62,8 +64,8 @@ COLLECTING = {
     },
     "notebook": set(),
     "sweep": {
-        *("clock", "engines", "environment", "errors", "host", "machine", "measure", "notebook", "placement", "record"),
-        *("server", "spec", "topology", "warnings"),
+        *("clock", "engines", "environment", "errors", "host", "machine", "measure", "notebook", "placement"),
+        *("progress", "record", "server", "spec", "topology", "warnings"),
     },
 }
 ANALYSING = {"metrics", "frames", "compare", "tables", "figures", "headline", "optimum"}

@@ -21,6 +21,7 @@ from filelock import FileLock
 from benchlib.environment import collect_environment
 from benchlib.errors import RecordError, ServerError, SpecError
 from benchlib.measure import measure_run, save_measurement
+from benchlib.progress import Moment
 from benchlib.record import load_record, load_requests, run_folder
 from benchlib.server import Starting, open_server
 from benchlib.spec import RunSpec, Sweep
@@ -45,7 +46,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         environment = collect_environment(spec)
         environment["identity"] |= extra
         server = open_server(spec, folder=folder, url=parameters["server_url"]).record
-        measured = measure_run(spec, server)
+        measured = measure_run(spec, server, folder=folder)
         save_measurement(folder, spec, environment=environment, server=server, measurement=measured)
 
     monkeypatch.setattr("benchlib.sweep.execute_notebook", execute)
@@ -66,16 +67,22 @@ def test_a_sweep_end_to_end(make_spec: MakeSpec, tmp_path: Path, started: Starte
     """By the real notebook: a run whose server dies while the kernel starts, and a good one."""
     good = make_spec(campaign="c", prompts=["fib"], repeats=1)
     dead = make_spec("die", campaign="c", prompts=["fib"], method="linear")
-    seen: list[tuple[int, str, str | None]] = []
-
-    def listen(done: int, total: int, spec: RunSpec, outcome: Outcome | None) -> None:
-        seen.append((done, spec.run_name, outcome.status if outcome else None))
-
-    first = run_sweep([dead, good], results=tmp_path, listener=listen)
+    seen: list[Moment] = []
+    first = run_sweep([dead, good], results=tmp_path, listener=seen.append)
     assert [o.status for o in first] == ["failed", "ok"]
-    assert seen == [
-        (0, "tp1-linear", None), (1, "tp1-linear", "failed"), (1, "tp1-auto", None), (2, "tp1-auto", "ok"),
-    ]  # fmt: skip
+    assert [(m.number, m.run, m.ended) for m in seen if m.ended] == [(1, "tp1-linear", "failed"), (2, "tp1-auto", "ok")]
+    assert [m.phase for m in seen][:2] == ["checking the clock", "placing"]
+    phases = list(dict.fromkeys(m.phase.partition(":")[0] for m in seen if m.run == "tp1-auto"))
+    assert phases[0] == "placing"
+    assert phases[-2:] == ["ending", "ok"]
+    assert set(phases[1:-2]) <= {
+        "starting server",
+        "starting notebook",
+        "warm-up",
+        "round 1 of 1",
+        "asking gaps",
+        "writing record",
+    }
 
     failed = load_record(tmp_path / "c" / "tp1-linear")
     assert (failed.status, failed.cells) == ("failed", ())
