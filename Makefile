@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 RUN := $(BIN)/benchlib
 
-.PHONY: help demo test check test-engine test-gate test-sglang-cpu test-latex test-browser bench-client bench-engine lab report-sample clean
+.PHONY: help demo test check test-engine detection test-gate test-sglang-cpu test-latex test-browser bench-client bench-engine lab report-sample clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/  -/'
 
@@ -38,6 +38,9 @@ check: $(VENV)/dev.done  ## format, lint and types
 
 test-engine: $(VENV)/dev.done  ## the full grid of the embedded engine: an hour
 	$(BIN)/python -m pytest -q -m 'engine or slow' --timeout 3600
+
+detection: $(VENV)/dev.done  ## the detection table of the report's appendix anew: a quarter hour
+	$(BIN)/python -m tests.gate
 
 test-gate: $(VENV)/dev.done  ## leaks planted in servers are caught, 50 clean servers pass: ten minutes
 	$(BIN)/python -m pytest -q -m slow --timeout 3600 tests/gate

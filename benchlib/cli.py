@@ -191,13 +191,16 @@ def summary(
 def report(
     campaigns: Annotated[list[str], typer.Argument(help="campaigns' folders, or names under --results")],
     out: Annotated[Path, typer.Option("--out", help="folder of the report")] = Path("report"),
+    full_provenance: Annotated[
+        bool, typer.Option("--full-provenance", help="also command lines, variables, paths, UUIDs: not for sharing")
+    ] = False,
     results: ResultsOption = RESULTS,
 ) -> None:
     """Make the report of one or more campaigns: HTML, LaTeX tables, figures, and the PDF where LaTeX is installed."""
     folders = [find_campaign(name, results) for name in campaigns]
     from benchlib.report import build_report
 
-    made = build_report(folders, out)
+    made = build_report(folders, out, full_provenance=full_provenance)
     typer.echo(f"HTML:    {made.html}")
     typer.echo(f"tables:  {out / 'tables'} ({len(made.tables)} files)")
     typer.echo(f"figures: {out / 'figures'} ({len(made.figures)} files)")

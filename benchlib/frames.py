@@ -11,6 +11,7 @@ in `n_failed` and enters no figure. Failed runs and unreadable folders are kept 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -30,10 +31,11 @@ __all__ = [
     *("ALL", "CELL_FIELDS", "CONDITION_FIELDS", "METHOD_FIELDS", "Campaign", "LoadedRun", "build_cells"),
     *("build_failures", "build_provenance", "build_requests", "build_rounds", "build_warnings", "condition_of"),
     *("condition_label", "device_label", "find_folder", "grouped", "load_campaign", "load_campaigns", "method_label"),
-    *("rows_of",),
+    *("DETECTION", "build_detection", "rows_of"),
 ]
 
 ALL = "all"
+DETECTION = Path(__file__).resolve().parents[1] / "report" / "detection.json"
 Row = dict[str, Any]
 
 # What the method is made of: the fields in which a method differs from its baseline.
@@ -177,12 +179,14 @@ def build_cells(rounds: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([_cell(group) for group in groups]).convert_dtypes()
 
 
-def build_provenance(campaigns: Iterable[Campaign]) -> pd.DataFrame:
+def build_provenance(campaigns: Iterable[Campaign], *, full: bool = False) -> pd.DataFrame:
     """What the runs were made with, one row an item and distinct value: columns `item`, `value`, `runs`.
 
     Only the items listed here are shown: no host or user name, path, address or environment secret can slip in.
+    `full` adds command lines, variables, paths and UUIDs: for oneself, and for whoever is to do it again.
     """
-    items = pd.DataFrame([_provenance(run) for campaign in campaigns for run in campaign.runs])
+    runs = [run for campaign in campaigns for run in campaign.runs]
+    items = pd.DataFrame([_provenance(run) | (_whole_provenance(run) if full else {}) for run in runs])
     texts = items.melt(var_name="item", value_name="value").dropna().astype(str)
     return texts.groupby(["item", "value"], sort=False).size().reset_index(name="runs")
 
@@ -203,6 +207,32 @@ def build_failures(campaigns: Iterable[Campaign]) -> pd.DataFrame:
     for campaign in campaigns:
         rows += [*((run.name, run.reason) for run in campaign.runs if not run.ok), *campaign.broken.items()]
     return pd.DataFrame(rows, columns=["run", "reason"])
+
+
+def build_detection(path: Path = DETECTION) -> pd.DataFrame:
+    """What the losslessness gate said of planted faults and of clean servers, one row a trial; texts.
+
+    Empty without the file; RecordError where it is not one of `python -m tests.gate`.
+    """
+    columns = ["planted", "method", "identical outputs", "first divergence", "gap (nats)", "verdict"]
+    if not path.exists():
+        return pd.DataFrame(columns=columns)
+    try:
+        trials = json.loads(path.read_bytes())["trials"]
+        rows = [
+            (
+                trial["planted"],
+                trial["method"],
+                f"{trial['identical']} of {trial['outputs']}",
+                "never" if trial["first_divergence"] is None else f"token {trial['first_divergence']}",
+                None if trial["gap_nats"] is None else f"{trial['gap_nats']:.2g}",
+                ", ".join(trial["verdicts"]) + (f" ({trial['campaigns']} campaigns)" * (trial["campaigns"] > 1)),
+            )
+            for trial in trials
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{path} is no detection table: {error!r}. Make it with `python -m tests.gate`") from error
+    return pd.DataFrame(rows, columns=columns)
 
 
 def condition_of(run: LoadedRun) -> Row:
@@ -294,6 +324,24 @@ def _provenance(run: LoadedRun) -> Row:
         "torch": packages.get("torch"),
         "commit": f"{git['commit'][:12]}{' + changes' if git.get('dirty') else ''}" if git else None,
         "day": run.record.started_at[:10],
+    }
+
+
+def _whole_provenance(run: LoadedRun) -> Row:
+    env, spec, server = run.record.environment, run.record.spec, run.record.server
+    identity = env.get("identity") or {}
+    return {
+        "model path": spec.model_path or None,
+        "draft model path": spec.draft_model_path or None,
+        "command": " ".join(server.argv) if server and server.argv else None,
+        "server's variables": _joined(server.env) if server else None,
+        "variables": _joined(identity.get("variables")),
+        "NCCL's variables": _joined(run.record.nccl.variables) if run.record.nccl else None,
+        "binding": server and server.binding,
+        "GPU UUIDs": ", ".join(server.placement.uuids) if server and server.placement else None,
+        "packages": _joined(env.get("packages")),
+        "tuning": _joined(env.get("tuning")),
+        "boot": env.get("boot_id"),
     }
 
 

@@ -115,9 +115,10 @@ def build_tables(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame,
     return {table.name: table for table in tables}
 
 
-def frame_table(name: str, caption: str, frame: pd.DataFrame, empty: str) -> Table:
-    """A DataFrame of texts as a table, addresses and paths taken out; `empty` is what an empty one says."""
-    rows = tuple(_text_row(*(redact(str(value or "—")) for value in row.values())) for row in rows_of(frame))
+def frame_table(name: str, caption: str, frame: pd.DataFrame, empty: str, *, full: bool = False) -> Table:
+    """A DataFrame of texts as a table, addresses and paths taken out unless `full`; `empty`: what an empty one says."""
+    shown = str if full else redact
+    rows = tuple(_text_row(*(shown(str(value or "—")) for value in row.values())) for row in rows_of(frame))
     columns = _texts(*(str(c).capitalize() for c in frame.columns))
     return Table(name, caption, columns, rows or (empty,), wrap=True)
 

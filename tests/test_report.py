@@ -14,8 +14,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from benchlib import report
+from benchlib import frames, report, tables
 from benchlib.errors import RecordError, ReportError
+from benchlib.record import RequestRecord, RunRecord
 from tests import synthetic
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -123,8 +124,8 @@ def test_notebook_follows_the_rules() -> None:
     assert set(before) == {"markdown"}
 
 
-def write_notebook(folder: Path, text: str) -> Path:
-    output = nbformat.v4.new_output("display_data", {"text/plain": text})
+def write_notebook(folder: Path, text: str, *, kind: str = "text/plain") -> Path:
+    output = nbformat.v4.new_output("display_data", {kind: text})
     cells = [nbformat.v4.new_markdown_cell("# Title"), nbformat.v4.new_code_cell("x", outputs=[output])]
     path = folder / "n.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
@@ -139,6 +140,57 @@ def test_model_output_is_escaped_in_the_page(tmp_path: Path) -> None:
 def test_an_external_address_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="self-contained"):
         report.build_page(write_notebook(tmp_path, "see https://example.org/x.js"), ["c"])
+
+
+def test_with_full_provenance_an_address_may_be_shown_but_nothing_loaded(tmp_path: Path) -> None:
+    text = report.build_page(write_notebook(tmp_path, "--proxy https://example.org/x"), ["c"], full=True)
+    assert "https://example.org/x" in text
+    path = write_notebook(tmp_path, '<img src="https://example.org/x.png">', kind="text/html")
+    with pytest.raises(ReportError, match="self-contained"):
+        report.build_page(path, ["c"], full=True)
+
+
+def test_people_and_machines_are_named_only_when_asked(tmp_path: Path) -> None:
+    private = ("/home/someone/models/m", "example-host-7", "GPU-11111111-2222-3333-4444-555555555555", "SECRET_SAUCE")
+    path, host, uuid, variable = private
+
+    def named(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
+        server = record.server.model_copy(
+            update={"argv": ("python", "--model-path", path, "--host", host), "env": {variable: uuid}}
+        )
+        spec = record.spec.model_copy(update={"model_path": path})
+        return record.model_copy(update={"server": server, "spec": spec}), requests
+
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=())
+    campaign = synthetic.save_campaign(tmp_path, sweep, changes={run.run_name: named for run in sweep.runs()})
+    loaded = frames.load_campaigns([campaign])
+    shared, whole = (frames.build_provenance(loaded, full=full).to_string() for full in (False, True))
+    assert not [text for text in private if text in shared]
+    assert [text for text in private if text in whole] == list(private)
+    table = tables.frame_table("p", "P", frames.build_provenance(loaded, full=True), "-", full=True)
+    assert path in table.to_html()
+
+
+def test_pages_are_small_enough_to_send(made: report.ReportResult) -> None:
+    sample = Path(__file__).parents[1] / "results" / "laptop-sample" / "report.html"
+    assert max(page.stat().st_size for page in (made.html, sample)) < 3_000_000
+
+
+def test_the_gate_s_findings_are_in_the_appendix(made: report.ReportResult) -> None:
+    trials = frames.rows_of(frames.build_detection())
+    planted = [t for t in trials if t["planted"] != "nothing"]
+    assert len(planted) == 9
+    assert {t["verdict"] for t in planted} == {"NOT lossless"}
+    assert not [t for t in trials if t["planted"] == "nothing" and "NOT" in t["verdict"]]
+    table = (made.html.parent / "tables" / "detection.tex").read_text()
+    assert table.count("NOT lossless") == 9
+
+
+def test_a_broken_detection_table_is_an_error(tmp_path: Path) -> None:
+    assert frames.build_detection(tmp_path / "none").empty
+    (tmp_path / "detection.json").write_text('{"trials": [{"planted": "x"}]}')
+    with pytest.raises(RecordError, match=r"is no detection table: KeyError\('method'\)"):
+        frames.build_detection(tmp_path / "detection.json")
 
 
 def test_failing_notebook_and_missing_parts_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

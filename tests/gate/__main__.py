@@ -1,39 +1,57 @@
-"""`python -m tests.gate`: the detection table as Markdown, for a report's appendix."""
+"""`python -m tests.gate [FILE]`: plant every leak at every budget, run clean servers, keep what the gate said of each.
+
+The file is `report/detection.json` unless named; the report's appendix shows it. A quarter hour on two cores.
+"""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
+import json
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
+from benchlib.environment import read_git
+from benchlib.frames import DETECTION
 from benchlib.losslessness import Check
-from tests.gate.harness import clean_runs, make_spec, planted_runs, serving
-
-
-def _row(fault: str, budget: int, check: Check) -> str:
-    figures = check.row()
-    parted = [d for d in check.divergences if d.position == figures["first_divergence"]]
-    gap = f"{parted[0].gap:.2g}" if parted and parted[0].gap is not None else ""
-    cells = [fault, budget, f"{figures['identical']} of {figures['outputs']}", figures["first_divergence"], gap]
-    largest = f"{figures['largest_gap']:.2g}" if figures["largest_gap"] is not None else ""
-    return "| " + " | ".join(map(str, [*cells, largest, check.verdict])) + " |"
+from benchlib.record import write_atomic
+from tests.gate.harness import CLEAN_BUDGETS, clean_runs, make_spec, planted_runs, serving
 
 
 def main() -> None:
-    """Plant every leak at every budget, then run clean servers; about a quarter hour on two cores."""
-    began = time.monotonic()
-    print("| planted | budget | identical | first divergence (token) | gap there (nats) | largest gap | verdict |")  # noqa: T201
-    print("|---|---|---|---|---|---|---|")  # noqa: T201
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else DETECTION
+    trials = []
+    for trial in run_trials():
+        print(trial, flush=True)  # noqa: T201
+        trials.append(trial)
+    made = {"made_at": datetime.now().astimezone().isoformat(timespec="seconds"), "git": read_git()}
+    write_atomic(out, json.dumps({**made, "trials": trials}, indent=1).encode() + b"\n")
+
+
+def run_trials() -> Iterator[dict[str, Any]]:
+    """One row a planted fault and budget, one a budget of the clean servers, one of the chains beside those."""
     with serving(make_spec("auto"), make_spec("linear")) as ((_, auto), (_, chain)):
         for fault, budget, check in planted_runs([auto, chain]):
-            print(_row(fault, budget, check), flush=True)  # noqa: T201
+            yield _trial(fault, f"b{budget}", [check])
         clean = list(clean_runs([auto, chain]))
-    for budget in sorted({budget for budget, *_ in clean}):
-        trees = [tree for b, tree, _ in clean if b == budget]
-        same, outputs = sum(t.identical for t in trees), sum(t.outputs for t in trees)
-        verdicts = ", ".join(f"{n} {verdict}" for verdict, n in Counter(t.verdict for t in trees).items())
-        print(f"| none, {len(trees)} starts | {budget} | {same} of {outputs} | | | | {verdicts} |")  # noqa: T201
-    chains = Counter(chain.verdict for *_, chain in clean)
-    print(f"\nThe chain beside the clean starts: {dict(chains)}. {time.monotonic() - began:.0f} s in all.")  # noqa: T201
+    for budget in sorted(CLEAN_BUDGETS):
+        yield _trial("nothing", f"b{budget}", [tree for b, tree, _ in clean if b == budget])
+    yield _trial("nothing", "chain", [beside for *_, beside in clean[::2]])
+
+
+def _trial(planted: str, method: str, checks: list[Check]) -> dict[str, Any]:
+    parted = sorted((d for check in checks for d in check.divergences), key=lambda d: d.position)
+    return {
+        "planted": planted,
+        "method": method,
+        "campaigns": len(checks),
+        "outputs": sum(check.outputs for check in checks),
+        "identical": sum(check.identical for check in checks),
+        "first_divergence": parted[0].position if parted else None,
+        "gap_nats": parted[0].gap if parted else None,
+        "verdicts": sorted({check.verdict for check in checks}),
+    }
 
 
 if __name__ == "__main__":
