@@ -38,7 +38,6 @@ class Told(Frozen):
 
     phase: str = Field(description="what comes next: `round 2 of 3: fib 256 x1`")
     done: float = Field(0.0, ge=0, le=1, description="share of the rounds that are over, by tokens asked for")
-    seconds: float = Field(0.0, ge=0, description="since measuring began")
     tok_s: float | None = Field(None, description="decode rate of the last round, tokens/s a request")
 
 
@@ -49,16 +48,15 @@ class Teller:
     """
 
     def __init__(self, folder: Path | None, tokens: Sequence[int]) -> None:
-        self._folder, self._tokens, self._began = folder, tokens, time.perf_counter()
+        self._folder, self._tokens = folder, tokens
 
     def tell(self, phase: str, at: int | None = None, rates: Mapping[int, float] | None = None) -> None:
         """Say what comes next: the round at this index of `tokens`; None: all are over. `rates`: of the last round."""
         if self._folder is None:
             return
         done = sum(self._tokens[:at]) / sum(self._tokens) if self._tokens else 1.0
-        seconds = time.perf_counter() - self._began
         rate = statistics.fmean(rates.values()) if rates else None
-        _save_told(self._folder, Told(phase=phase, done=done, seconds=seconds, tok_s=rate))
+        _save_told(self._folder, Told(phase=phase, done=done, tok_s=rate))
 
 
 def _save_told(folder: Path, told: Told) -> None:
@@ -123,7 +121,7 @@ class Follower:
         self._number = 0
         self._spec: RunSpec | None = None
         self._told: Told | None = None
-        self._began = self._looked_at = self._startup_s = 0.0
+        self._began = self._looked_at = self._startup_s = self._rounds_s = 0.0
 
     def begin(self, number: int, spec: RunSpec) -> None:
         """The run of this number, from 1, is made now."""
@@ -142,8 +140,8 @@ class Follower:
         told = load_told(folder)
         if told is not None and told != self._told:
             if self._told is None:
-                self._startup_s = now - self._began - told.seconds
-            self._told = told
+                self._startup_s = now - self._began
+            self._told, self._rounds_s = told, now - self._began - self._startup_s
         waiting = "starting notebook" if ready else "starting server"
         self._send(self._told.phase if self._told else waiting)
 
@@ -179,10 +177,11 @@ class Follower:
         if told is None:
             return expected
         if expected is None:
-            return self._startup_s + told.seconds / told.done if told.done else None
+            return self._startup_s + self._rounds_s / told.done if told.done else None
         still = 1 - told.done
-        rounds_s = told.seconds + still * max(expected - self._startup_s, 0.0)  # = done x own pace + still x expected
-        return self._startup_s + told.seconds + still * rounds_s
+        # Which is done x its own pace + still x the expected one.
+        all_rounds_s = self._rounds_s + still * max(expected - self._startup_s, 0.0)
+        return self._startup_s + self._rounds_s + still * all_rounds_s
 
     def _send(self, phase: str, *, ended: str | None = None, seconds: float = 0.0) -> None:
         assert self._spec is not None
@@ -194,7 +193,7 @@ class Follower:
                 run=self._spec.run_name,
                 phase=phase,
                 done=told.done if told else 0.0,
-                tok_s=told.tok_s if told else None,
+                tok_s=told.tok_s if told and told.phase == phase else None,
                 left_s=self.left_s(time.monotonic()),
                 assumed=not self._took and self._assumed is not None,
                 ended=ended,
@@ -219,7 +218,7 @@ def format_moment(moment: Moment) -> str:
 
 
 def _format_left(moment: Moment) -> str:
-    if moment.left_s is None:
+    if not moment.left_s:
         return ""
     return f"about {format_duration(moment.left_s)} left{' (assumed)' if moment.assumed else ''}"
 
