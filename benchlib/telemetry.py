@@ -68,6 +68,9 @@ class TelemetryRecord(Frozen):
     schema_version: Literal[1] = 1
     hz: float
     uuids: dict[int, str] = Field(description="of each sampled GPU, by the index its samples carry")
+    power_limits_w: dict[int, float | None] = Field(
+        default_factory=dict, description="power limit of each GPU when sampling began; None: not told"
+    )
     reason: str | None = Field(description="why there are no samples, or no more of them; None: ended by the run")
     missed: int = Field(description="samples skipped because the one before took too long")
     columns: dict[str, str] = Field(COLUMNS, description="units of a sample's values, in their order")
@@ -89,6 +92,7 @@ class Telemetry:
             raise SpecError(f"telemetry at {hz:g} Hz is not possible: use {MIN_HZ:g} to {MAX_HZ:g} Hz")
         self.samples: list[Sample] = []
         self.uuids: dict[int, str] = {}
+        self.power_limits_w: dict[int, float | None] = {}
         self.hz, self.missed = hz, 0
         self.reason: str | None = None if gpus else "no GPU was named"
         self._gpus, self._pynvml = tuple(gpus), pynvml
@@ -113,7 +117,10 @@ class Telemetry:
     def build_record(self) -> TelemetryRecord:
         """What was sampled so far."""
         samples = tuple(self.samples)
-        return TelemetryRecord(hz=self.hz, uuids=self.uuids, reason=self.reason, missed=self.missed, samples=samples)
+        return TelemetryRecord(
+            hz=self.hz, uuids=self.uuids, power_limits_w=self.power_limits_w,
+            reason=self.reason, missed=self.missed, samples=samples,
+        )  # fmt: skip
 
     def _run(self) -> None:
         session: AbstractContextManager[Any] = nullcontext(self._pynvml) if self._pynvml else nvml_session()
@@ -131,6 +138,7 @@ class Telemetry:
         handles = [by_index(gpu) if isinstance(gpu, int) else by_uuid(gpu) for gpu in self._gpus]
         indices = [nvml.nvmlDeviceGetIndex(handle) for handle in handles]
         self.uuids = dict(zip(indices, map(nvml.nvmlDeviceGetUUID, handles), strict=True))
+        self.power_limits_w = dict(zip(indices, (_power_limit_w(nvml, handle) for handle in handles), strict=True))
         began, due, turns, stopping = time.perf_counter(), 0, cycle(indices), False
         # One more round once it is stopping, so that what was measured last is covered too.
         while not stopping:
@@ -143,6 +151,14 @@ class Telemetry:
             self._started.set()
             passed = max(due, int((time.perf_counter() - began) * self.hz))
             self.missed, due = self.missed + passed - due, passed + 1
+
+
+def _power_limit_w(nvml: Any, handle: Any) -> float | None:
+    """None where the device does not tell, for whatever reason: a line in a figure is worth no sample."""
+    try:
+        return float(nvml.nvmlDeviceGetPowerManagementLimit(handle) / 1000)
+    except nvml.NVMLError:
+        return None
 
 
 def _read(nvml: Any, handle: Any, *, pcie: bool) -> tuple[Any, ...]:

@@ -66,6 +66,7 @@ class FakeNvml:
             "nvmlDeviceGetMemoryInfo": lambda handle, version: SimpleNamespace(used=3 << 30),
             "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=97, memory=50),
             "nvmlDeviceGetTotalEnergyConsumption": lambda handle: 1234,
+            "nvmlDeviceGetPowerManagementLimit": lambda handle: 700_000 - handle,
             "nvmlDeviceGetPcieThroughput": lambda handle, counter: 10 + counter,
         }
         self.threads.add(threading.current_thread().name)
@@ -99,6 +100,7 @@ def test_samples_carry_every_value_and_the_callers_clock() -> None:
     done = sample_until(Telemetry([0, "GPU-1"], hz=20, epoch=epoch, pynvml=fake), 6)
     assert done.reason is None
     assert done.uuids == {0: "GPU-0", 1: "GPU-1"}
+    assert done.build_record().power_limits_w == {0: 700.0, 1: 699.999}
     first, second = done.samples[:2]
     assert first[1:-1] == (0, 1980, 3201, 250.5, 40, CAP, 3072, 97, 1234, 10, 11)
     # Traffic is measured on one GPU a round, in turns.
@@ -122,8 +124,10 @@ def test_all_that_is_measured_meanwhile_is_covered() -> None:
 
 def test_what_a_device_does_not_support_is_none() -> None:
     unsupported = FakeNvml.NVMLError_NotSupported()
-    fake = FakeNvml(nvmlDeviceGetTotalEnergyConsumption=unsupported, nvmlDeviceGetPowerUsage=unsupported)
+    calls = ("TotalEnergyConsumption", "PowerUsage", "PowerManagementLimit")
+    fake = FakeNvml(**{f"nvmlDeviceGet{name}": unsupported for name in calls})
     done = sample_until(Telemetry([0], hz=20, pynvml=fake), 2)
+    assert done.power_limits_w == {0: None}
     assert (done.samples[1].energy_mj, done.samples[1].power_w, done.samples[1].sm_clock_mhz) == (None, None, 1980)
     assert done.reason is None
 
