@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchlib.cli_machine import GATE_FAILED, JsonOption
+from benchlib.cli_machine import GATE_FAILED, RESULTS, JsonOption, find_campaign
 from benchlib.errors import ComparisonError, SpecError
 from benchlib.verdicts import ALPHA, adjust, judge, level_of, log_interval, observations
 
@@ -30,22 +30,29 @@ SUMS = {
 CELL = ("tp_size", "method", "tree_budget", "prompt", "max_new_tokens", "concurrency")
 PLACE = (*CELL, "nccl_profile", "numa_policy", "variant")
 NUMBERS = ("ratio", "low", "high", "p_value", "p_adjusted", "level", "verdict", "note", "detectable")
+ABSENT = "not measured in B"
 Row = dict[str, Any]
 Pair = tuple[Row, Row]
 
 
 @app.command()
 def compare(
-    a: Annotated[Path, typer.Argument(help="campaign folder from before a change")],
-    b: Annotated[Path, typer.Argument(help="campaign folder from after it")],
+    a: Annotated[str, typer.Argument(help="campaign from before a change: its folder, or its name under --results")],
+    b: Annotated[str, typer.Argument(help="campaign from after it")],
     metric: Annotated[str, typer.Option(help=f"one of {', '.join(SUMS)}")] = "decode_tok_s",
     threshold: Annotated[str, typer.Option(help="how much worse B may be: 2% or 0.02")] = "2%",
+    results: Annotated[Path, typer.Option("--results", help="folder of the campaigns")] = RESULTS,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two campaigns cell by cell; exit 3 where B is surely worse than A by more than the threshold."""
-    found = compare_campaigns(a, b, metric=metric, threshold=_share(threshold))
+    """Compare two campaigns cell by cell.
+
+    Exit 3 where B is surely worse than A by more than the threshold, or failed in or lacks what A had measured.
+    """
+    folders = [find_campaign(name, results) for name in (a, b)]
+    found = compare_campaigns(*folders, metric=metric, threshold=_share(threshold))
     typer.echo(json.dumps(found, indent=1) if as_json else _format(found))
-    raise typer.Exit(GATE_FAILED if any(row["worse"] for row in found["comparisons"]) else 0)
+    lost = any(row["reason"].startswith((ABSENT, "failed in B")) for row in found["not_comparable"])
+    raise typer.Exit(GATE_FAILED if lost or any(row["worse"] for row in found["comparisons"]) else 0)
 
 
 def compare_campaigns(a: Path, b: Path, *, metric: str = "decode_tok_s", threshold: float = 0.02) -> Row:
@@ -106,7 +113,7 @@ def _match(before: Sequence[Row], after: Sequence[Row]) -> tuple[list[Pair], lis
         if "" in reasons:
             pairs.append((cell, there[reasons.index("")]))
         else:
-            refused.append(_named(cell) | {"reason": min(reasons, key=len, default="not measured in B")})
+            refused.append(_named(cell) | {"reason": min(reasons, key=len, default=ABSENT)})
     known = {_place(cell) for cell in before}
     return pairs, refused + [_named(c) | {"reason": "not measured in A"} for c in after if _place(c) not in known]
 

@@ -72,7 +72,7 @@ def topology(
 
 @app.command()
 def place(
-    tp_size: Annotated[int, typer.Argument(help="GPUs wanted")],
+    tp_size: Annotated[int, typer.Argument(help="GPUs wanted", min=1)],
     source: FromOption = None,
     busy: BusyOption = "",
     numa_policy: Annotated[str, typer.Option(help="pack, allow-cross or spread")] = "pack",
@@ -127,19 +127,25 @@ def nccl(
     profiles: Annotated[Path | None, typer.Option(help="TOML file of your own profiles")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print an NCCL profile as export lines, each with its reason and risk; or read back what NCCL did from a log."""
-    from benchlib.nccl import format_nccl_log, format_profile, load_profiles, parse_nccl_log
+    """Print an NCCL profile as export lines, each with its reason and risk; or read back what NCCL did from a log.
 
+    With both, also what NCCL read otherwise than the profile asks.
+    """
+    from benchlib.nccl import format_nccl_log, format_profile, load_profiles, parse_nccl_log, variables_differ
+
+    known = load_profiles(profiles)
+    if profile and profile not in known:
+        raise SpecError(f"no NCCL profile {profile!r}; there are {', '.join(sorted(known))}")
     if log is not None:
         try:
             told = parse_nccl_log(log.read_text(encoding="utf-8", errors="replace"))
         except OSError as error:
             raise SpecError(f"cannot read the log {log}: {error.strerror}") from error
-        typer.echo(json.dumps(dataclasses.asdict(told), indent=1) if as_json else format_nccl_log(told))
+        differ = variables_differ(known[profile].variables, told) if profile else ()
+        found = dataclasses.asdict(told) | ({"differs": differ} if profile else {})
+        text = "\n".join([format_nccl_log(told), *(f"differs: {line}" for line in differ)])
+        typer.echo(json.dumps(found, indent=1) if as_json else text)
         return
-    known = load_profiles(profiles)
-    if profile and profile not in known:
-        raise SpecError(f"no NCCL profile {profile!r}; there are {', '.join(sorted(known))}")
     chosen = [known[profile]] if profile else list(known.values())
     if as_json:
         typer.echo(json.dumps({p.name: dict(p.variables) for p in chosen}, indent=1))
@@ -188,6 +194,8 @@ def tune(
     """Explain the host's tuning and print the lines that would change and restore it. Changes nothing itself."""
     from benchlib.tuning import format_devctl, format_tuning, parse_register, read_tuning
 
+    if devctl and as_json:
+        raise SpecError("--json prints the host's settings: leave out --devctl, whose answer is text")
     if not devctl:
         if against or max_read_request is not None:
             raise SpecError("--max-read-request and --against need --devctl, the register's value now")

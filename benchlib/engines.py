@@ -21,6 +21,7 @@ from typing import Any
 from benchlib.errors import ServerError, SpecError, UnavailableError
 from benchlib.nccl import load_profiles
 from benchlib.placement import Placement, placement_env
+from benchlib.prompts import build_prompts
 from benchlib.spec import Engine, RunSpec
 
 __all__ = [
@@ -127,9 +128,12 @@ def build_launch(
 ) -> Launch:
     """The command that starts the server of `spec`. UnavailableError when the engine cannot do what it asks for.
 
+    SpecError for prompts that do not exist.
+
     Without `probe` the engine is not asked what it knows, and every flag is taken for granted: for planning elsewhere.
     """
-    python, engine = server_python(spec), str(spec.engine)
+    work, python, engine = spec.workload, server_python(spec), str(spec.engine)
+    build_prompts(work.prompt_set, work.prompts, vocab_size=1)  # a name that is none fails before a server starts
     if not probe and spec.engine == "sglang":
         known = SGLANG_FLAGS
     else:

@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 from benchlib.engines import flag_value, needs_gpus, server_python
 from benchlib.errors import PlacementError
-from benchlib.model_files import ModelFiles, download_command, is_hub_id, memory_need, read_model
+from benchlib.model_files import ModelFiles, download_command, is_hub_id, memory_need, read_model, shape_problems
 from benchlib.probe import CUDA_NO_ANSWER, LIMITS, Device, GpuState, Machine, busy_gpus, read_gpu_states
+from benchlib.prompts import RANDOM_PROMPT_TOKENS
 from benchlib.spec import Engine, RunSpec
 
 __all__ = [
@@ -44,6 +45,7 @@ WHY = {
     "files": "a server that misses a file, or the end of one, says so minutes after its start",
     "storage": "what lies in memory is gone after a reboot, and takes memory from the server",
     "GPU memory": "SGLang reserves it at its start; hybrids keep a state for each request and token verified",
+    "shape": "a model that cannot be split so, or holds fewer tokens, fails only after its weights were loaded",
     "packages": "the engine is started by this interpreter",
     "/dev/shm": "the ranks of a server, and NCCL, exchange data there",
     "ports": "the server takes a free port of this range unless --port names one; its ranks meet on others",
@@ -330,6 +332,17 @@ def _check_mount(machine: Machine, role: str, files: ModelFiles) -> Check:
     return _either(name, saw if kind in VOLATILE else "", saw, "Keep a copy on a disk, or move it there")
 
 
+def _check_shape(spec: RunSpec, role: str, files: ModelFiles) -> Check:
+    length = flag_value(spec, "--context-length")
+    tokens = RANDOM_PROMPT_TOKENS + max(spec.workload.max_new_tokens)
+    faults = shape_problems(
+        files.config or {}, tp_size=spec.tp_size, tokens=tokens, context=int(length) if length.isdecimal() else None
+    )
+    fault = f"{spec.run_name}: {'; '.join(faults)}" if faults else ""
+    remedy = "Take another tp_size, fewer max_new_tokens, or a longer --context-length"
+    return _either(f"{role} shape", fault, f"TP {spec.tp_size} and {tokens} tokens fit", remedy, "fail")
+
+
 def _check_fit(run: _Run, models: Mapping[str, ModelFiles]) -> Check:
     spec, own = run.spec, [gpu.memory_free_bytes for gpu in run.own()]
     width = {"auto": 0, "linear": spec.block_size, "ddtree": 1 + (spec.tree_budget or 0)}[spec.method]
@@ -444,6 +457,8 @@ def run_checks(
     for model in models:
         checks.append(_check_files(model, machine.env))
         checks += [_check_mount(machine, model.role, model.files)] if model.files else []
+        # A drafter keeps whole heads on each rank where they cannot be divided.
+        checks += [_check_shape(spec, model.role, model.files)] if model.files and model.role == "model" else []
     found = {model.role: model.files for model in models if model.files}
     if needed and found and len(found) == len(models):
         checks.append(_check_fit(run, found))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MemoryNeed", "ModelFiles", "download_command", "is_hub_id", "memory_need", "read_model"]
+__all__ = ["MemoryNeed", "ModelFiles", "download_command", "is_hub_id", "memory_need", "read_model", "shape_problems"]
 
 LAYERS = ("full_attention", "linear_attention", "sliding_attention")
 INDEX = "model.safetensors.index.json"
@@ -122,6 +122,23 @@ def _read_shard(path: Path, tensors: set[str]) -> int:
     if missing := tensors - header.keys():
         raise ValueError(f"lacks {len(missing)} tensors of the index, such as {min(missing)}: of another revision?")
     return data
+
+
+def shape_problems(config: Mapping[str, Any], *, tp_size: int, tokens: int, context: int | None) -> tuple[str, ...]:
+    """Why SGLang cannot split the model over `tp_size` ranks, or hold `tokens` of one request; empty where it can.
+
+    `context` is the length asked for on the command line, else the model's own counts. Unknown keys say nothing.
+    """
+    text = config.get("text_config") or config
+    found = [
+        f"{name} is {count}, which TP {tp_size} does not divide"
+        for name in ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
+        if isinstance(count := text.get(name), int) and count % tp_size
+    ]
+    limit = context or text.get("max_position_embeddings")
+    if isinstance(limit, int) and tokens > limit:
+        found.append(f"the context is {limit} tokens, the longest output with its prompt may need {tokens}")
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

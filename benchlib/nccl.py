@@ -153,12 +153,22 @@ def _checked(tables: Mapping[str, Any], where: str) -> dict[str, Profile]:
             problems.append(f"  {name!r:.60}: a profile is a table named by letters, digits, '.', '_' and '-'")
             continue
         given = {key: value for key, value in table.items() if key != "description"}
-        problems += [f"  {name}: {problem}" for key, value in given.items() if (problem := _problem(key, value))]
+        wrong = [f"  {name}: {problem}" for key, value in given.items() if (problem := _problem(key, value))]
+        problems += wrong or _contradictions(name, given)
         description = " ".join(str(table.get("description", "")).split())  # one line: it becomes a shell comment
         profiles[name] = Profile(name, {key: str(value) for key, value in given.items()}, description)
     if problems:
         raise SpecError(f"{where} has {len(problems)} problem(s):\n" + "\n".join(problems))
     return profiles
+
+
+def _contradictions(profile: str, given: Mapping[str, Any]) -> list[str]:
+    pairs = [(f"NCCL_MIN_{what}", f"NCCL_MAX_{what}") for what in ("NCHANNELS", "CTAS")]
+    return [
+        f"  {profile}: {low}={given[low]} is above {high}={given[high]}"
+        for low, high in pairs
+        if low in given and high in given and int(given[low]) > int(given[high])
+    ]
 
 
 def _problem(name: str, value: object) -> str:

@@ -41,7 +41,7 @@ PromptSet = Literal["openings", "instructions", "random-ids"]
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 NAME_OR_EMPTY = rf"^({NAME})?$"
 FolderName = Annotated[str, Field(pattern=rf"^{NAME}$")]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, strict=True)]  # `true` is no 1
 TreeBudget = Annotated[int, Field(ge=1, le=1024, description="nodes beside the root")]
 Unique = AfterValidator(_unique)
 M = TypeVar("M", bound=BaseModel)
@@ -95,9 +95,11 @@ class Conditions(Frozen):
     measured_links: str = Field("", description="file of `benchlib topology --measure` that placement is to prefer")
     max_running_requests: Positive = 8
     attach: str = Field("", description="URL of a server to measure and never stop; empty: start one")
-    startup_timeout_s: float = Field(600.0, gt=0)
-    request_timeout_s: float = Field(600.0, gt=0)
-    stall_timeout_s: float = Field(120.0, gt=0, description="without a byte of a request, after which it is given up")
+    startup_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
+    request_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
+    stall_timeout_s: float = Field(
+        120.0, gt=0, allow_inf_nan=False, description="without a byte of a request, after which it is given up"
+    )
     workload: Workload = Workload()
 
 
@@ -250,6 +252,11 @@ class Sweep(Conditions, Axes):
         for name, axes in blocks.items():
             if not axes.methods and not axes.tree_budgets:
                 raise ValueError(f"{name} needs at least one of methods or tree_budgets")
+        own = {name: getattr(self, name) for name in Axes.model_fields if name != "starts"}
+        for name, variant in self.variants.items():
+            same = all(getattr(variant, field) == value for field, value in own.items())
+            if same and not (variant.block_size or variant.server_args or variant.server_env):
+                raise ValueError(f"variant {name} changes nothing: give it server_args, server_env, or an axis")
         return self
 
     def runs(self) -> list[RunSpec]:

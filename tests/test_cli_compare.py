@@ -183,6 +183,22 @@ def test_what_does_not_match_is_listed_with_the_reason(before: Path, tmp_path: P
     assert len(reasons) == 3 + 3 + 1
 
 
+def test_what_failed_or_vanished_fails_the_gate(before: Path, tmp_path: Path) -> None:
+    """A condition that no longer runs is no improvement; one that is new is."""
+
+    def broken(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
+        return synthetic.fail_run(record, requests) if record.spec.method == "linear" else (record, requests)
+
+    assert invoke(before, build(tmp_path / "broken", changes=broken))[0] == 3
+    assert invoke(before, build(tmp_path / "gone", methods=("auto",)))[0] == 3
+    assert invoke(before, build(tmp_path / "new", tree_budgets=(16, 32)))[0] == 0
+
+
+def test_campaigns_are_found_by_name(before: Path, slower: Path) -> None:
+    (before.parent / "after").symlink_to(slower)
+    assert invoke(before.name, "after", "--results", before.parent)[0] == 3
+
+
 def test_one_round_has_no_interval_and_is_listed(before: Path, tmp_path: Path) -> None:
     work = synthetic.Workload(prompts=("fib", "json"), max_new_tokens=(48,), repeats=1)
     single = synthetic.save_campaign(tmp_path, synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,), workload=work))

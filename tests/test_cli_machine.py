@@ -234,7 +234,7 @@ def test_the_hosts_tuning_is_shown_and_nothing_changed(run: Any) -> None:
         (["topology", "--from", SEED, "--measure"], 2, "--measure times this machine's links: leave out --from"),
         (["place", "four"], 2, "Invalid value for"),
         (["place", 9, "--from", SEED], 1, "tp_size=9 needs as many GPUs"),
-        (["place", 0, "--from", SEED], 1, "expected 1 or more"),
+        (["place", 0, "--from", SEED], 2, "Invalid value for"),
         (["place", 4, "--from", SEED, "--busy", "1;2"], 2, "--busy '1;2' holds '1;2'"),
         (["place", 4, "--from", SEED, "--busy", "9"], 1, "busy names GPU 9"),
         (["place", 4, "--from", SEED, "--numa-policy", "near"], 2, "is none of pack, allow-cross, spread"),
@@ -250,6 +250,8 @@ def test_the_hosts_tuning_is_shown_and_nothing_changed(run: Any) -> None:
         (["tune", "--devctl", "0x2937", "--max-read-request", 100], 2, "100 bytes cannot be set"),
         (["tune", "--max-read-request", 512], 2, "need --devctl"),
         (["tune", "--against", "0x1"], 2, "need --devctl"),
+        (["tune", "--devctl", "0x2937", "--json"], 2, "leave out --devctl"),
+        (["nccl", "fast", "--log", ROOT / "README.md"], 2, "no NCCL profile 'fast'"),
     ],
 )
 def test_mistakes_are_one_message(run: Any, arguments: list[Any], code: int, expected: str) -> None:

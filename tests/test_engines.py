@@ -299,3 +299,9 @@ def test_a_plan_for_another_machine_needs_no_sglang() -> None:
         build_launch(spec, host="127.0.0.1", port=9)
     with pytest.raises(SpecError, match="no default model"):
         build_launch(RunSpec(engine="sglang"), host="h", port=1, probe=False)
+
+
+def test_prompts_that_do_not_exist_stop_a_launch_before_its_server() -> None:
+    with pytest.raises(SpecError, match=r"prompt set openings has no \['fibb'\]; it has \['arith'"):
+        build_launch(RunSpec.from_parameters({"prompts": ["fibb"]}), host="127.0.0.1", port=1)
+    build_launch(RunSpec.from_parameters({"prompts": ["x"], "prompt_set": "random-ids"}), host="127.0.0.1", port=1)

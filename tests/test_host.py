@@ -464,6 +464,15 @@ def test_a_tree_that_does_not_fit(tmp_path: Path) -> None:
     assert "kv cache 0.3, states 0.7, verify states 11.2" in checked(saved("healthy_8"), halved)["GPU memory"].saw
 
 
+def test_a_model_that_cannot_be_split_or_is_too_short(tmp_path: Path) -> None:
+    path = hybrid(tmp_path, 51.05)
+    assert checked(saved("healthy_8"), sglang(model_path=path, tp_size=4))["model shape"].status == "ok"
+    found = checked(saved("healthy_8"), sglang(model_path=path, tp_size=3))["model shape"]
+    assert (found.status, found.saw.partition(":")[0]) == ("fail", "tp3-auto")
+    short = sglang(model_path=path, server_args=["--context-length", "256"])  # 256 new tokens, and a prompt
+    assert "the context is 256 tokens" in checked(saved("healthy_8"), short)["model shape"].saw
+
+
 def test_what_may_be_used_of_the_memory(tmp_path: Path) -> None:
     auto = {"model_path": hybrid(tmp_path, 51.05)}
     share = ["--mem-fraction-static", "0.58"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchlib.model_files import download_command, is_hub_id, memory_need, read_model
+from benchlib.model_files import download_command, is_hub_id, memory_need, read_model, shape_problems
 
 GIB = 2**30
 # Shape of Qwen3.6-27B as published: 48 linear layers and 16 of attention.
@@ -220,3 +220,26 @@ def test_layers_are_counted_where_they_are_not_listed() -> None:
 )  # fmt: skip
 def test_memory_of_an_unknown_architecture_is_unknown(config: dict[str, Any]) -> None:
     assert memory_need(config, weight_bytes=1, tp_size=1, requests=1, tokens=1) is None
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "tokens", "context", "problems"),
+    [
+        (8, 4096, None, ()),
+        (1, 10**9, None, ()),  # this config does not tell its length
+        (3, 1, None, ("linear_num_key_heads is 16, which TP 3 does not divide",)),
+        (16, 1, None, ("num_attention_heads is 24, which TP 16 does not divide",)),
+        (1, 2049, 2048, ("the context is 2048 tokens, the longest output with its prompt may need 2049",)),
+    ],
+)
+def test_shapes_that_cannot_be_split_or_held(
+    tp_size: int, tokens: int, context: int | None, problems: tuple[str, ...]
+) -> None:
+    assert shape_problems(HYBRID, tp_size=tp_size, tokens=tokens, context=context) == problems
+
+
+def test_the_models_own_context_counts() -> None:
+    own = {"max_position_embeddings": 512}
+    assert shape_problems(own, tp_size=1, tokens=513, context=None)
+    assert not shape_problems(own, tp_size=1, tokens=513, context=1024)
+    assert not shape_problems({}, tp_size=7, tokens=9, context=None)

@@ -126,6 +126,7 @@ def test_unknown_variables_and_values_are_refused_at_once(tmp_path: Path) -> Non
         ("[profiles]\na = 3\n", "'a': a profile is a table"),
         ('[profiles."a\\nrm"]\n', "a profile is a table named by letters"),
         ("[profiles.a]\nNCCL_MAX_CTAS = 99\n", "allowed: 1 to 64"),
+        ("[profiles.a]\nNCCL_MIN_CTAS = 9\nNCCL_MAX_CTAS = 8\n", "a: NCCL_MIN_CTAS=9 is above NCCL_MAX_CTAS=8"),
         ("[profiles.a]\nNCCL_ALGO = 'Circle'\n", "allowed: a list such as Ring"),
         ("profiles = [\n", "cannot read the NCCL profiles"),
     ],

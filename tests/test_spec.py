@@ -50,6 +50,8 @@ def test_parameters_are_flat_and_come_back() -> None:
         ({"tp_sizes": 2}, "tp_sizes"),
         ({"repeats": 0, "engine": "vllm", "seed": "x"}, "3 problem"),
         ({"campaign": "../up"}, "campaign"),
+        ({"start": True}, "start"),
+        ({"request_timeout_s": float("inf")}, "request_timeout_s"),
     ],
 )
 def test_what_cannot_run_is_refused(parameters: dict[str, Any], expected: str) -> None:
@@ -114,6 +116,9 @@ def test_overrides_merge_into_tables(tmp_path: Path) -> None:
         ('name = "x"\n[variants."a b"]\n', "variants"),
         ('name = "x"\n[variants.v]\ncolour = 1\n', "variants.v.colour"),
         ('name = "x"\nvariants = 3\n', "variants"),
+        ('name = "x"\nstarts = true\n', "starts"),
+        ('name = "x"\n[variants.v]\n', "variant v changes nothing"),
+        ('name = "x"\n[variants.v]\nstarts = 3\n', "variant v changes nothing"),
         ('name = "x"\n[assumed]\nstart_s = 1\n', "assumed.decode_tok_s"),
     ],
 )
