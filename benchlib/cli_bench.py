@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from benchlib.cli_machine import JsonOption
-from benchlib.errors import SpecError
+from benchlib.errors import RequestError, SpecError
 
 __all__ = ["app"]
 
@@ -46,7 +46,23 @@ def bench(
         error, counted = found.pop("error"), found.pop("tokens_counted_by")
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in found.items()}
         typer.echo("\n".join(f"{key:<24} {value}" for key, value in shown.items() if value is not None))
+        limit = _server_limit(url)
+        queued = f"the server runs {limit} requests at once: with {streams} streams this measured its queue"
+        if limit and streams > limit:
+            typer.echo(queued)
         for note in (counted and COUNTED[counted], error and f"{found['failed']} failed, the first with: {error}"):
             if note:
                 typer.echo(note)
     raise typer.Exit(1 if found["failed"] == found["requests"] else 0)
+
+
+def _server_limit(url: str) -> int | None:
+    """How many requests an SGLang server runs at once; None where it does not tell."""
+    from benchlib.client import get_json
+
+    try:
+        info = get_json(f"{url.rstrip('/')}/server_info")
+    except RequestError:
+        return None
+    limit = (info.get("internal_states") or [{}])[0].get("effective_max_running_requests_per_dp")
+    return limit if isinstance(limit, int) else info.get("max_running_requests")

@@ -8,6 +8,7 @@ BenchlibError
 ├── RequestError
 ├── RecordError
 ├── ComparisonError
+├── LosslessnessError
 └── ReportError
 
 A text says what failed, the value seen, what was allowed and what to do. The command line prints it without a
@@ -17,8 +18,8 @@ traceback and exits with `exit_code`.
 from __future__ import annotations
 
 __all__ = [
-    "BenchlibError", "ComparisonError", "PlacementError", "RecordError", "ReportError", "RequestError",
-    "ServerError", "SpecError", "UnavailableError",
+    "BenchlibError", "ComparisonError", "LosslessnessError", "PlacementError", "RecordError", "ReportError",
+    "RequestError", "ServerError", "SpecError", "UnavailableError",
 ]  # fmt: skip
 
 
@@ -56,6 +57,12 @@ class RecordError(BenchlibError):
 
 class ComparisonError(BenchlibError):
     """Runs that may not be compared with one another."""
+
+
+class LosslessnessError(BenchlibError):
+    """A method's outputs are not the target's own: a gate failed."""
+
+    exit_code = 3
 
 
 class ReportError(BenchlibError):

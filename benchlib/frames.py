@@ -30,8 +30,8 @@ from benchlib.telemetry import TelemetryRecord, counter_energy_j, energy_j, load
 __all__ = [
     *("ALL", "CELL_FIELDS", "CONDITION_FIELDS", "METHOD_FIELDS", "Campaign", "LoadedRun", "build_cells"),
     *("build_failures", "build_provenance", "build_requests", "build_rounds", "build_warnings", "condition_of"),
-    *("condition_label", "device_label", "find_folder", "grouped", "load_campaign", "load_campaigns", "method_label"),
-    *("DETECTION", "build_detection", "rows_of"),
+    *("condition_label", "device_label", "find_file", "find_folder", "grouped", "load_campaign", "load_campaigns"),
+    *("DETECTION", "build_detection", "load_run", "method_label", "rows_of"),
 ]
 
 ALL = "all"
@@ -94,10 +94,23 @@ class Campaign:
 
 def find_folder(path: Path | str) -> Path:
     """`path` as given, else below the repository: notebooks run from their own folder. RecordError if neither is."""
-    for candidate in (Path(path), Path(__file__).resolve().parent.parent / path):
-        if candidate.is_dir():
-            return candidate.resolve()
-    raise RecordError(f"{path} is not a folder: give results/<campaign>, or run its sweep with `benchlib sweep` first")
+    if (found := _find(path, Path.is_dir)) is None:
+        raise RecordError(
+            f"{path} is not a folder: give results/<campaign>, or run its sweep by `benchlib sweep` first"
+        )
+    return found
+
+
+def find_file(path: Path | str) -> Path:
+    """A file, as given or below the repository. RecordError if neither is."""
+    if (found := _find(path, Path.is_file)) is None:
+        raise RecordError(f"{path} is not a file, neither here nor below the repository: give another path")
+    return found
+
+
+def _find(path: Path | str, fits: Callable[[Path], bool]) -> Path | None:
+    places = (Path(path), Path(__file__).resolve().parent.parent / path)
+    return next((place.resolve() for place in places if fits(place)), None)
 
 
 def load_campaign(path: Path | str) -> Campaign:
@@ -109,14 +122,20 @@ def load_campaign(path: Path | str) -> Campaign:
         if child.name.startswith(".") or not any((child / mark).exists() for mark in _RUN_MARKS):
             continue
         try:
-            record = load_record(child)
-            requests = load_requests(child) if record.requests_sha256 is not None else []
-            runs.append(LoadedRun(folder.name, child.name, record, requests, load_telemetry(child)))
+            runs.append(load_run(child))
         except RecordError as error:
             broken[child.name] = str(error)
     if not runs and not broken:
         raise RecordError(f"{path} holds no run: expected folders such as {folder.name}/tp1-auto/record.json")
     return Campaign(folder.name, tuple(runs), broken, load_bandwidth(folder), _struck(folder, runs))
+
+
+def load_run(path: Path | str) -> LoadedRun:
+    """Read one run's folder, `results/<campaign>/<run>`; RecordError when it cannot be read."""
+    folder = find_folder(path)
+    record = load_record(folder)
+    requests = load_requests(folder) if record.requests_sha256 is not None else []
+    return LoadedRun(folder.parent.name, folder.name, record, requests, load_telemetry(folder))
 
 
 def _struck(folder: Path, runs: Sequence[LoadedRun]) -> dict[str, str]:
@@ -338,7 +357,7 @@ def _whole_provenance(run: LoadedRun) -> Row:
         "variables": _joined(identity.get("variables")),
         "NCCL's variables": _joined(run.record.nccl.variables) if run.record.nccl else None,
         "binding": server and server.binding,
-        "GPU UUIDs": ", ".join(server.placement.uuids) if server and server.placement else None,
+        "GPU UUIDs": ", ".join(filter(None, server.placement.uuids)) if server and server.placement else None,
         "packages": _joined(env.get("packages")),
         "tuning": _joined(env.get("tuning")),
         "boot": env.get("boot_id"),

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from benchlib.errors import RecordError
+from benchlib.errors import LosslessnessError, RecordError
 from benchlib.gaps import PromptGaps, load_gaps
 from benchlib.metrics import repetition_share
 from benchlib.record import RequestRecord, RunRecord, load_record, load_requests
@@ -103,6 +103,11 @@ class Validation:
     floors: tuple[Check, ...]
     budgets: tuple[Check, ...]
     runs: Mapping[str, str] = field(repr=False)  # name of each finished run: its condition
+
+    def require(self) -> None:
+        """The gate: LosslessnessError that names what is NOT lossless, and why."""
+        if bad := [f"{check.condition}: {check.reason}" for check in self.methods if check.verdict == "NOT lossless"]:
+            raise LosslessnessError(f"{self.campaign} is NOT lossless, its speedups are struck: {'; '.join(bad)}")
 
     @property
     def verdict(self) -> Verdict:
@@ -188,10 +193,18 @@ def not_lossless(
     if loaded is None:
         runs = list(_load(folder))
     else:
-        runs = [_Run(n, record, rs, load_gaps(folder / n)) for n, record, rs in loaded if record.status == "ok"]
+        runs = [_Run(n, record, rs, _known_gaps(folder / n)) for n, record, rs in loaded if record.status == "ok"]
     found = _validate("", runs)
     bad = {check.condition: check.reason for check in found.methods if check.verdict == "NOT lossless"}
     return {name: bad[condition] for name, condition in found.runs.items() if condition in bad}
+
+
+def _known_gaps(folder: Path) -> dict[str, PromptGaps]:
+    """None where the file is broken: the figures stand without it, and `validate` says what is wrong with it."""
+    try:
+        return load_gaps(folder)
+    except RecordError:
+        return {}
 
 
 def unjudged_runs(folder: Path | str) -> dict[str, str]:

@@ -236,3 +236,12 @@ def test_the_command_refuses_what_measures_nothing(options: list[str]) -> None:
     done = CliRunner().invoke(app, ["http://127.0.0.1:1", *options])
     assert isinstance(done.exception, Exception)
     assert "give" in str(done.exception)
+
+
+def test_a_queue_is_told_from_a_measurement(serve: Serve) -> None:
+    """The fake server runs as many requests at once as it was told to."""
+    url = serve("--max-running-requests", "2")
+    options = ["--new-tokens", "4", "--streams"]
+    queued = CliRunner().invoke(app, [url, *options, "3"]).stdout
+    assert "the server runs 2 requests at once: with 3 streams this measured its queue" in queued
+    assert "queue" not in CliRunner().invoke(app, [url, *options, "2"]).stdout

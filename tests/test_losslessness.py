@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchlib import cli_validate
-from benchlib.errors import RecordError, RequestError, SpecError
+from benchlib.errors import LosslessnessError, RecordError, RequestError, SpecError
 from benchlib.gaps import PromptGaps, load_gaps, measure_gaps, save_gaps
 from benchlib.losslessness import (
     Check,
@@ -24,7 +24,7 @@ from benchlib.losslessness import (
 )
 from benchlib.metrics import repetition_share
 from benchlib.prompts import Prompt
-from benchlib.record import CellRecord, RequestRecord, RunRecord, ServerRecord, save_run
+from benchlib.record import CellRecord, RequestRecord, RunRecord, ServerRecord, load_record, load_requests, save_run
 from benchlib.sampling import compare_samples, measure_sampling
 from benchlib.spec import RunSpec
 
@@ -509,3 +509,22 @@ def test_both_servers_are_sampled_with_seeds_of_their_own(answering: Callable[..
     found = measure_sampling(url, url, PROMPT, count=50, new_tokens=2)
     assert len(set(seeds)) == 100
     assert not found.differ
+
+
+def test_the_gate_stops_what_is_not_lossless(tmp_path: Path) -> None:
+    save(tmp_path, RIGHT, asked=gaps(1e-5))
+    tree(tmp_path, RIGHT)
+    validate_campaign(tmp_path).require()
+    tree(tmp_path, leaving(5, "fib"), budget=32)
+    with pytest.raises(LosslessnessError, match=r"is NOT lossless, its speedups are struck: tp1-b32: 2 of 8") as caught:
+        validate_campaign(tmp_path).require()
+    assert caught.value.exit_code == 3
+
+
+def test_figures_stand_without_gaps_that_cannot_be_read(tmp_path: Path) -> None:
+    save(tmp_path, RIGHT, asked=gaps(1e-5))
+    tree(tmp_path, leaving(5, "fib"))
+    assert not_lossless(tmp_path)
+    (tmp_path / "tp1-auto" / "gaps.json").write_text("{")
+    loaded = [(name, load_record(tmp_path / name), load_requests(tmp_path / name)) for name in ("tp1-auto", "tp1-b16")]
+    assert not_lossless(tmp_path, loaded) == {}
