@@ -198,7 +198,11 @@ def _follow(
     runs: Sequence[RunSpec], results: Path, force: bool, assumed: Assumed | None, listener: Listener
 ) -> Follower:
     looked = [(spec, *_look(spec, results)) for spec in runs]
-    took = {(s.condition_name, s.start): _took_s(record) for s, _, record in looked if record and record.status == "ok"}
+    took = {
+        (spec.condition_name, spec.start): _took_s(record)
+        for spec, _, record in looked
+        if record and record.status == "ok" and record.spec.workload == spec.workload
+    }
     guess = None if assumed is None else functools.partial(_assumed_s, assumed=assumed)
     todo = [spec for spec, state, _ in looked if force or state != "finished"]
     return Follower(todo, len(runs), took, guess, listener)
