@@ -7,17 +7,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from benchlib.binding import Binding, plan_binding
 from benchlib.engines import flag_value, needs_gpus
 from benchlib.errors import PlacementError, ServerError
 from benchlib.host import Check, GpuState, Machine, busy_gpus, format_checks, read_gpu_states, run_checks, would_fail
 from benchlib.links import links_disagree, load_links
-from benchlib.placement import Placement, custom_all_reduce_expected, place_gpus, restrict_to_visible
+from benchlib.placement import NumaPolicy, Placement, custom_all_reduce_expected, place_gpus, restrict_to_visible
 from benchlib.spec import RunSpec
-from benchlib.topology import Topology, read_topology
+from benchlib.topology import Topology, load_topology, read_topology
 
-__all__ = ["Allotment", "allot", "busy_here", "check_devices", "examine", "place_run", "wait_for_release"]
+__all__ = [
+    "Allotment", "Seen", "allot", "build_places", "busy_here", "check_devices", "examine", "find_topology",
+    "place_run", "wait_for_release",
+]  # fmt: skip
 
 NO_BINDING = Binding((), None, "not bound: no GPU")
 # Fewer bytes than this may come and go with another process's context.
@@ -73,6 +77,40 @@ def place_run(
         return placement, False
     # Of ranks on other hosts the topology here says nothing.
     return placement, None if flag_value(spec, "--nnodes") else custom_all_reduce_expected(topology, placement)
+
+
+class Seen(NamedTuple):
+    """A machine to look at: its links, who holds which GPU, and in words where that was read."""
+
+    topology: Topology
+    busy: dict[int, str]
+    source: str
+
+
+def find_topology(saved: Path | str = "", *, example: Path) -> Seen:
+    """The `saved` machine, or this one; where this one has no GPU, the saved `example`, and words that say so."""
+    if saved:
+        return Seen(load_topology(saved), {}, f"A saved machine, {Path(saved).name}.")
+    try:
+        topology = read_topology()
+        return Seen(topology, busy_here(topology, read_gpu_states()), "This machine.")
+    except PlacementError as error:
+        text = f"This machine has no GPU that could be shown ({error}). Instead, a saved example: {example.name}."
+        return Seen(load_topology(example), {}, text)
+
+
+def build_places(seen: Seen, sizes: Sequence[int], *, numa_policy: NumaPolicy = "pack") -> list[dict[str, Any]]:
+    """A row for each tensor-parallel size: the GPUs it would get and why, or no GPUs and the reason."""
+    return [{"tp_size": size, **_place(seen, size, numa_policy)} for size in sizes]
+
+
+def _place(seen: Seen, size: int, numa_policy: NumaPolicy) -> dict[str, Any]:
+    try:
+        got = place_gpus(seen.topology, size, numa_policy=numa_policy, busy=seen.busy)
+    except PlacementError as error:
+        return {"gpus": (), "worst_link": None, "numa_nodes": (), "cpus": None, "why": str(error)}
+    named = {key: getattr(got, key) for key in ("gpus", "worst_link", "numa_nodes", "cpus")}
+    return {**named, "why": got.reason}
 
 
 def busy_here(topology: Topology, states: tuple[GpuState, ...]) -> dict[int, str]:

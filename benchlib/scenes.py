@@ -24,11 +24,11 @@ from matplotlib.path import Path as Curve
 from benchlib.draft_tree import DraftTree
 from benchlib.errors import PlacementError
 from benchlib.figures import Drawing, method_style, save_figure
-from benchlib.frames import LoadedRun, condition_label, condition_of, find_folder
+from benchlib.frames import LoadedRun, condition_label, condition_of, load_run
 from benchlib.metrics import ttft_s
 from benchlib.placement import format_devices
-from benchlib.record import RequestRecord, load_record, load_requests
-from benchlib.telemetry import SLOWING_REASONS, Sample, load_telemetry
+from benchlib.record import RequestRecord
+from benchlib.telemetry import SLOWING_REASONS, Sample
 from benchlib.topology import Gpu, Topology
 
 __all__ = ["draw_ticks", "draw_timeline", "draw_topology", "draw_tree"]
@@ -78,7 +78,7 @@ def draw_timeline(run: LoadedRun | Path | str, *, folder: Path, name: str = "tim
 
     `run` is a loaded one or its folder. RecordError for a folder that holds none.
     """
-    loaded = run if isinstance(run, LoadedRun) else _load_run(run)
+    loaded = run if isinstance(run, LoadedRun) else load_run(run)
     spec = loaded.record.spec
     rows = _rows(loaded.requests)
     gpus, limits = _by_gpu(loaded), _limits(loaded)
@@ -295,13 +295,6 @@ def _named(gpus: Iterable[int]) -> str:
 
 
 # --- a run
-
-
-def _load_run(path: Path | str) -> LoadedRun:
-    folder = find_folder(path)
-    record = load_record(folder)
-    requests = load_requests(folder) if record.requests_sha256 is not None else []
-    return LoadedRun(folder.parent.name, folder.name, record, requests, load_telemetry(folder))
 
 
 def _rows(requests: Sequence[RequestRecord]) -> dict[tuple[int, int], list[RequestRecord]]:

@@ -120,6 +120,15 @@ def test_empty_missing_and_doubled_folders_are_refused(tmp_path: Path) -> None:
 def test_relative_folders_are_found_below_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert frames.find_folder("benchlib/prompts").name == "prompts"
+    assert frames.find_file("benchlib/prompts/openings.toml").is_absolute()
+    with pytest.raises(RecordError, match="benchlib/prompts is not a file"):
+        frames.find_file("benchlib/prompts")
+
+
+def test_one_run_is_read_as_its_campaign_reads_it(campaign: Path) -> None:
+    run = frames.load_run(campaign / "tp1-b16")
+    assert (run.campaign, run.name, len(run.requests)) == ("synthetic", "tp1-b16", 16)
+    assert run in frames.load_campaign(campaign).runs
 
 
 def test_one_token_requests_have_no_decode_rate(tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ from benchlib import machine
 from benchlib.errors import PlacementError, ServerError
 from benchlib.host import GpuState
 from benchlib.links import Links, save_links
-from benchlib.machine import allot, busy_here, check_devices, examine, wait_for_release
+from benchlib.machine import (
+    allot,
+    build_places,
+    busy_here,
+    check_devices,
+    examine,
+    find_topology,
+    wait_for_release,
+)
 from benchlib.placement import Placement
 from benchlib.spec import RunSpec
 
@@ -35,6 +43,41 @@ def placed(tp_size: int = 4) -> Placement:
 
 def using(states: tuple[GpuState, ...], gpus: tuple[int, ...], **changes: Any) -> tuple[GpuState, ...]:
     return tuple(dataclasses.replace(s, **changes) if s.index in gpus else s for s in states)
+
+
+# ---- another machine, or an example
+
+
+EXAMPLE = Path(__file__).parent / "data" / "topology" / "seed_8x_pcie_two_sockets.txt"
+
+
+def test_a_saved_machine_is_looked_at_as_it_is(pretend: Pretend) -> None:
+    pretend("healthy_8", {0: HELD})
+    seen = find_topology(EXAMPLE.with_name("h200_vm_pair.txt"), example=EXAMPLE)
+    assert (len(seen.topology.gpus), seen.busy) == (2, {})
+    assert seen.source == "A saved machine, h200_vm_pair.txt."
+
+
+def test_this_machine_is_looked_at_with_who_holds_its_gpus(pretend: Pretend) -> None:
+    pretend("healthy_8", {0: HELD})
+    seen = find_topology(example=EXAMPLE)
+    assert (seen.source, list(seen.busy)) == ("This machine.", [0])
+
+
+def test_without_a_gpu_the_example_is_shown_and_named_as_one(pretend: Pretend) -> None:
+    pretend("no_gpu")
+    seen = find_topology(example=EXAMPLE)
+    assert (len(seen.topology.gpus), seen.busy) == (8, {})
+    assert seen.source.startswith("This machine has no GPU that could be shown (no NVIDIA GPU here). Instead, ")
+
+
+def test_each_size_has_its_gpus_or_the_reason(pretend: Pretend) -> None:
+    pretend("healthy_8", {0: HELD})
+    one, four, eight = build_places(find_topology(example=EXAMPLE), (1, 4, 8))
+    assert (one["tp_size"], one["gpus"], one["worst_link"]) == (1, (1,), None)
+    assert (four["gpus"], four["worst_link"], four["numa_nodes"], four["cpus"]) == ((4, 5, 6, 7), "NODE", (1,), "32-63")
+    assert (eight["gpus"], eight["cpus"]) == ((), None)
+    assert "7 free" in eight["why"]
 
 
 # ---- allot
