@@ -40,21 +40,21 @@ Tick = tuple[float, int]
 class RequestRecord(Frozen):
     """One request as the client saw it. Times are seconds after `sent_s`, which counts from the run's own epoch."""
 
-    prompt: str
-    max_new_tokens: int
-    concurrency: int
+    prompt: str = Field(description="its name in the prompt set")
+    max_new_tokens: int = Field(description="asked for: of a warm-up 32 at most")
+    concurrency: int = Field(description="requests sent at once in its round, this one among them")
     round: int = Field(description="which repeat of the cell; warm-ups count apart, from 0")
     stream: int = Field(0, description="which of the round's concurrent requests")
-    warmup: bool = False
+    warmup: bool = Field(False, description="kept, and counted in no figure")
     sent_s: float = Field(description="seconds from the run's epoch to the first byte sent")
     ticks: tuple[Tick, ...] = Field(
         description="(seconds after sent_s, completion tokens so far) of each streamed chunk that brought tokens"
     )
     end_s: float | None = Field(description="seconds after sent_s when the stream ended; None: it did not")
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    finish_reason: str | None = None
+    prompt_tokens: int | None = Field(None, description="as the server counts them")
+    completion_tokens: int | None = Field(None, description="the server's own count, never chunks")
+    cached_tokens: int | None = Field(None, description="of the prompt, found in the prefix cache")
+    finish_reason: str | None = Field(None, description='the server\'s: "length", "stop", ...')
     verify_ct: int | None = Field(None, description="target verify steps (spec_verify_ct); None: autoregressive")
     correct_drafts: int | None = Field(None, description="accepted drafts, bonus excluded (spec_num_correct_drafts)")
     proposed_drafts: int | None = Field(None, description="drafted nodes or tokens (spec_num_proposed_drafts)")
@@ -64,9 +64,9 @@ class RequestRecord(Frozen):
         description="accept length that the drafter's own probabilities promised, mean over verify steps "
         "(1 + sum of the nodes' probabilities); None: the engine does not tell",
     )
-    output_ids: tuple[int, ...] | None = None
+    output_ids: tuple[int, ...] | None = Field(None, description="generated token ids; None: the server sends none")
     server_times: dict[str, float] = Field(default_factory=dict, description="the server's own; never used for a rate")
-    error: str | None = None
+    error: str | None = Field(None, description="why it failed; None: it is whole")
 
 
 class CellRecord(Frozen):
@@ -74,30 +74,36 @@ class CellRecord(Frozen):
 
     prompt: str
     max_new_tokens: int
-    concurrency: int
-    rounds: int
+    concurrency: int = Field(description="requests at once")
+    rounds: int = Field(description="timed rounds that were made; 0: not measured, and a warning says why")
     prompt_sha256: str = Field(description="of the prompt's text or ids as sent")
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = Field((), description="`code: text`, of the closed list in benchlib/warnings.py")
 
 
 class ServerRecord(Frozen):
     """The server that was measured: how it was started and what it said of itself."""
 
     url: str
-    attached: bool = False
-    argv: tuple[str, ...] = ()
+    attached: bool = Field(False, description="started by somebody else, and not stopped")
+    argv: tuple[str, ...] = Field((), description="its command line, paths shortened; empty: attached")
     env: dict[str, str] = Field(default_factory=dict, description="variables beyond the inherited ones")
     pid: int | None = None
-    startup_s: float | None = None
-    version: str | None = None
+    startup_s: float | None = Field(
+        None, description="seconds until it had generated a token; None: it never was ready"
+    )
+    version: str | None = Field(None, description="the engine's, from /server_info")
     verify_tokens: int | None = Field(None, description="of one verify forward: 1 + nodes; None: autoregressive")
-    effective_max_running_requests: int | None = None
+    effective_max_running_requests: int | None = Field(
+        None, description="requests it runs at once, by its own account: cells above are not measured"
+    )
     info: dict[str, Any] = Field(default_factory=dict, description="/server_info, less what may hold secrets")
     log: str = Field("", description="the log's path inside the run's folder")
     placement: Placement | None = Field(None, description="the GPUs it was given; None: it was given none")
     binding: str = Field("", description="how it was bound to cores and memory, in words")
     devices: str = Field("", description="how the GPUs in use were found to be the planned ones")
-    custom_all_reduce_expected: bool | None = None
+    custom_all_reduce_expected: bool | None = Field(
+        None, description="whether SGLang should use its own all-reduce on these GPUs; None: not known, or one GPU"
+    )
     death: str | None = Field(None, description="why it ended by itself, from its exit code and log")
     links_disagree: tuple[str, ...] = Field((), description="where measured links are ordered otherwise than labelled")
 
@@ -107,16 +113,16 @@ class RunRecord(Frozen):
 
     schema_version: Literal[2] = 2
     status: Literal["ok", "failed"]
-    error: str | None = None
-    spec: RunSpec
+    error: str | None = Field(None, description="why the run failed")
+    spec: RunSpec = Field(description="what was asked for, fully resolved")
     identity: str = Field(description="hash of spec, variables, package versions and devices: what resuming compares")
     started_at: str = Field(description="wall-clock time, ISO 8601 with zone")
-    duration_s: float
+    duration_s: float = Field(description="of measuring, without the server's start; of a failed start, its whole time")
     environment: dict[str, Any] = Field(description="provenance, from benchlib.environment")
-    server: ServerRecord | None = None
+    server: ServerRecord | None = Field(None, description="None: it failed before there was one")
     nccl: NcclLog | None = Field(None, description="what NCCL did, from the server's log; None: one rank, or no log")
     cells: tuple[CellRecord, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = Field((), description="of the run as a whole; those of a cell are there")
     requests_sha256: str | None = Field(None, description="of requests.jsonl: a truncated one is found out")
 
     @model_validator(mode="before")
