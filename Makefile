@@ -6,8 +6,11 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
 RUN := $(BIN)/benchlib
+AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
+APT = $(AS_ROOT) apt-get update -q && $(AS_ROOT) apt-get install -qy --no-install-recommends
+LATEX := latexmk texlive-latex-base texlive-latex-extra texlive-science texlive-fonts-recommended texlive-pictures
 
-.PHONY: help demo test check test-engine detection test-gate test-sglang-cpu test-latex test-browser bench-client bench-engine lab report-sample clean
+.PHONY: help demo test check test-engine detection test-gate test-sglang-cpu test-latex test-browser bench-client bench-engine lab report-demo latex browser clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/  -/'
 
@@ -45,10 +48,16 @@ detection: $(VENV)/dev.done  ## the detection table of the report's appendix ane
 test-gate: $(VENV)/dev.done  ## leaks planted in servers are caught, 50 clean servers pass: ten minutes
 	$(BIN)/python -m pytest -q -m slow --timeout 3600 tests/gate
 
-test-latex: $(VENV)/dev.done  ## every table compiled by LaTeX (needs latexmk)
+latex:  ## LaTeX, by apt-get where it is missing
+	command -v latexmk > /dev/null || { $(APT) $(LATEX); }
+
+browser:  ## Chromium, by apt-get where it is missing
+	command -v chromium || command -v chromium-browser || command -v google-chrome || { $(APT) chromium; }
+
+test-latex: $(VENV)/dev.done latex  ## every table compiled by LaTeX
 	$(BIN)/python -m pytest -q -m latex
 
-test-browser: $(VENV)/dev.done  ## the HTML report in headless Chromium
+test-browser: $(VENV)/dev.done browser  ## the HTML report in headless Chromium
 	$(BIN)/python -m pytest -q -m browser
 
 test-sglang-cpu: $(VENV)/dev.done .venv-sglang/done  ## the chain against a stock SGLang on the CPU (installs 11 GB)
@@ -69,8 +78,8 @@ lab: $(VENV)/demo.done  ## JupyterLab on the notebooks
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[reference,lab]'
 	$(BIN)/jupyter lab notebooks
 
-report-sample: $(VENV)/demo.done  ## the report of the campaign that comes with the repository
-	$(RUN) report results/laptop-sample
+report-demo: $(VENV)/demo.done latex  ## HTML and PDF from the demo's records, or from those that come with the repository
+	$(RUN) report $(if $(wildcard results/laptop/*/record.json),laptop,results/laptop-sample)
 
 clean:  ## remove what was installed and generated
 	rm -rf $(VENV) .venv-sglang build report/tables report/figures
