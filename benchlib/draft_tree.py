@@ -35,19 +35,19 @@ class Node(Drafted):
     """A drafted token: `probability` is its whole path's, by the drafter; `accepted`: the target chose it, too."""
 
     parent: int = Field(ge=-1, description="index of its parent, lower than its own; -1: the root")
-    probability: Annotated[float, Field(ge=0, le=1)]
-    accepted: bool
+    probability: Annotated[float, Field(ge=0, le=1, description="of its whole path, by the drafter")]
+    accepted: bool = Field(description="whether the target chose it, too")
 
 
 class DraftTree(Frozen):
     """One verify step. Node 0 is the last token decided before it; `bonus` is what the target chose after the path."""
 
     schema_version: Literal[1] = 1
-    prompt: str
+    prompt: str = Field(description="its name in the prompt set")
     step: int = Field(ge=0, description="number of the verify step, from 0")
     accept_length: int = Field(ge=1, description="tokens that the step gained, bonus included")
-    nodes: Annotated[tuple[Node, ...], Field(min_length=1)]
-    bonus: Drafted
+    nodes: Annotated[tuple[Node, ...], Field(min_length=1, description="the root, then each after its parent")]
+    bonus: Drafted = Field(description="the token that the target chose after the accepted path")
 
     @model_validator(mode="after")
     def _is_tree(self) -> Self:

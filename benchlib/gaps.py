@@ -34,9 +34,11 @@ Gap = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class PromptGaps(Frozen):
     """Auto's greedy tokens of one prompt; at each, its best choices in order and how far (nats) each lay behind."""
 
-    output_ids: tuple[int, ...]
-    best_ids: tuple[Annotated[tuple[int, ...], Field(min_length=2)], ...]
-    gaps: tuple[tuple[Gap, ...], ...]
+    output_ids: tuple[int, ...] = Field(description="its greedy output")
+    best_ids: tuple[Annotated[tuple[int, ...], Field(min_length=2)], ...] = Field(
+        description="at each of them the likeliest tokens, the best first"
+    )
+    gaps: tuple[tuple[Gap, ...], ...] = Field(description="how far, nats, each of those lay behind the best")
 
     @model_validator(mode="before")
     @classmethod

@@ -62,27 +62,33 @@ def content_hash(value: object) -> str:
 class Workload(Frozen):
     """The cells measured inside one server start: prompts x max_new_tokens x concurrency."""
 
-    prompts: Annotated[tuple[str, ...], Field(min_length=1), Unique] = ("fib", "qsort", "arith", "json")
-    prompt_set: PromptSet = "openings"
-    max_new_tokens: Annotated[tuple[Positive, ...], Field(min_length=1), Unique] = (256,)
-    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1), Unique] = (1,)
+    prompts: Annotated[
+        tuple[str, ...], Field(min_length=1, description="names in the prompt set; of `random-ids`, any"), Unique
+    ] = ("fib", "qsort", "arith", "json")
+    prompt_set: PromptSet = Field("openings", description="a file in benchlib/prompts/, or ids drawn by the seed")
+    max_new_tokens: Annotated[
+        tuple[Positive, ...], Field(min_length=1, description="tokens asked for in a timed request"), Unique
+    ] = (256,)
+    concurrency: Annotated[
+        tuple[Positive, ...], Field(min_length=1, description="requests sent at once in a round"), Unique
+    ] = (1,)
     warmups: int = Field(1, ge=0, description="untimed rounds of each cell, of 32 tokens at most, kept apart")
     repeats: int = Field(3, ge=1, description="timed rounds of each cell; a round is `concurrency` requests at once")
     max_repeats: int = Field(0, ge=0, description="0: `repeats` it is; else cells go on up to so many, until precise")
     precision: float = Field(0.01, gt=0, lt=1, description="half-width of a cell's 95% interval that ends its rounds")
-    temperature: float = Field(0.0, ge=0.0)
-    ignore_eos: bool = True
+    temperature: float = Field(0.0, ge=0.0, description="0: greedy, which alone can be validated")
+    ignore_eos: bool = Field(True, description="generate the tokens asked for, whatever the model would end with")
 
 
 class EngineSettings(Frozen):
     """How an engine is started; its own defaults where a value is empty."""
 
-    model_path: str = ""
-    draft_model_path: str = ""
-    weights: Literal["real", "random"] = "real"
+    model_path: str = Field("", description="the target; empty: the engine's own")
+    draft_model_path: str = Field("", description="the drafter; empty: the engine's own")
+    weights: Literal["real", "random"] = Field("real", description="random ones never become a speedup")
     server_python: str = Field("", description="interpreter that has the engine; empty: this one")
-    server_args: tuple[str, ...] = ()
-    server_env: dict[str, str] = Field(default_factory=dict)
+    server_args: tuple[str, ...] = Field((), description="further flags; they win over what benchlib would set")
+    server_env: dict[str, str] = Field(default_factory=dict, description="further variables of the server")
 
 
 class Conditions(Frozen):
@@ -90,30 +96,30 @@ class Conditions(Frozen):
 
     engine: Engine = "reference"
     block_size: int = Field(16, ge=2, le=64, description="DFlash block: anchor + block_size - 1 drafts")
-    seed: int = 0
+    seed: int = Field(0, description="of the server, and of `random-ids` prompts")
     nccl_file: str = Field("", description="TOML file of own NCCL profiles, beside the ones that come with benchlib")
     measured_links: str = Field("", description="file of `benchlib topology --measure` that placement is to prefer")
-    max_running_requests: Positive = 8
+    max_running_requests: Positive = Field(8, description="the server's limit of requests at once")
     attach: str = Field("", description="URL of a server to measure and never stop; empty: start one")
-    startup_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
-    request_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
+    startup_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False, description="until the server must be ready")
+    request_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False, description="until a request must have ended")
     stall_timeout_s: float = Field(
         120.0, gt=0, allow_inf_nan=False, description="without a byte of a request, after which it is given up"
     )
-    workload: Workload = Workload()
+    workload: Workload = Field(Workload(), description="what is sent to it")
 
 
 class RunSpec(Conditions, EngineSettings):
     """One server start of one condition, fully resolved."""
 
-    campaign: FolderName = "adhoc"
-    tp_size: Positive = 1
-    method: Method = "auto"
-    tree_budget: TreeBudget | None = None
-    nccl_profile: str = "none"
-    numa_policy: NumaPolicy = "pack"
+    campaign: FolderName = Field("adhoc", description="the folder of its runs, beside other campaigns")
+    tp_size: Positive = Field(1, description="tensor-parallel ranks")
+    method: Method = Field("auto", description="autoregressive, a DFlash chain or a DDTree")
+    tree_budget: TreeBudget | None = Field(None, description="nodes beside the root; of `ddtree` alone")
+    nccl_profile: str = Field("none", description="named NCCL variables, from benchlib/nccl_profiles.toml or nccl_file")
+    numa_policy: NumaPolicy = Field("pack", description="which GPUs may be taken: see `benchlib place`")
     variant: Annotated[str, Field(pattern=NAME_OR_EMPTY, description="the sweep's name for further flags")] = ""
-    start: Positive = 1
+    start: Positive = Field(1, description="which server start of its condition")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -66,7 +66,7 @@ class TelemetryRecord(Frozen):
     """`telemetry.json`: the samples of one run, in the order they were taken."""
 
     schema_version: Literal[1] = 1
-    hz: float
+    hz: float = Field(description="samples a second that were tried")
     uuids: dict[int, str] = Field(description="of each sampled GPU, by the index its samples carry")
     power_limits_w: dict[int, float | None] = Field(
         default_factory=dict, description="power limit of each GPU when sampling began; None: not told"
@@ -74,7 +74,7 @@ class TelemetryRecord(Frozen):
     reason: str | None = Field(description="why there are no samples, or no more of them; None: ended by the run")
     missed: int = Field(description="samples skipped because the one before took too long")
     columns: dict[str, str] = Field(COLUMNS, description="units of a sample's values, in their order")
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...] = Field(description="arrays of values, in the order of `columns`")
 
 
 class Telemetry:
