@@ -10,7 +10,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 APT = $(AS_ROOT) apt-get update -q && $(AS_ROOT) apt-get install -qy --no-install-recommends
 LATEX := latexmk texlive-latex-base texlive-latex-extra texlive-science texlive-fonts-recommended texlive-pictures
 
-.PHONY: help demo test check test-engine detection test-gate test-sglang-cpu test-latex test-browser bench-client bench-engine lab report-demo latex browser clean
+.PHONY: help demo test check test-engine detection test-gate test-sglang-cpu test-latex test-browser bench-client bench-engine lab report-demo latex browser docs clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/  -/'
 
@@ -80,6 +80,9 @@ lab: $(VENV)/demo.done  ## JupyterLab on the notebooks
 
 report-demo: $(VENV)/demo.done latex  ## HTML and PDF from the demo's records, or from those that come with the repository
 	$(RUN) report $(if $(wildcard results/laptop/*/record.json),laptop,results/laptop-sample)
+
+docs: $(VENV)/dev.done  ## results/SCHEMA.md, from the models
+	$(BIN)/python -m benchlib.schema
 
 clean:  ## remove what was installed and generated
 	rm -rf $(VENV) .venv-sglang build report/tables report/figures
