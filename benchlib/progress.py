@@ -15,10 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationError
 
 from benchlib.spec import Frozen, RunSpec
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "Follower", "Listener", "Moment", "Teller", "Told", "format_duration", "format_moment", "load_told",
@@ -259,14 +263,13 @@ class _PlainLines:
 
 
 @contextmanager
-def _live(console: object) -> Iterator[Listener]:
-    from rich.console import Console, Group
+def _live(console: Console) -> Iterator[Listener]:
+    from rich.console import Group
     from rich.live import Live
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    assert isinstance(console, Console)
     # Drawn when something is told, at most once a second: a thread of its own would draw during rounds.
     with Live(console=console, auto_refresh=False, transient=True) as live:
 

@@ -278,10 +278,12 @@ def test_a_terminal_has_two_live_lines_and_keeps_what_ended(monkeypatch: pytest.
     assert shown.count("\x1b[?25h") == shown.count("\x1b[?25l") == 1  # the cursor is back
 
 
-def test_a_dumb_terminal_has_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["dumb", "notebook"])
+def test_dumb_terminals_and_notebooks_have_plain_lines(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("TERM", "dumb" if where == "dumb" else "xterm")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: where == "notebook")
     with show_progress() as listener:
         listener(HERE)
     assert "\x1b" not in terminal.getvalue()
