@@ -1,333 +1,349 @@
-"""Results to figures, as PDF with embedded fonts and PNG, each with a text that says what it shows.
+"""Results to figures: which rows each one shows, in which panels, and what it says of them in words.
 
-A method has one colour and marker in every figure. Colours can be told apart by the colour-blind; tree budgets darken
-from yellow to brown, so that their order survives in grey, and the linear chain is hatched. Bars and points carry their
-95 % interval; what has no number is absent from the figure and named in the tables.
+Bars and points carry their 95 % interval; what has no number is absent from the figure and named in the tables. Where
+a figure would have too many panels it shows the lowest concurrency and the first length alone, and says so.
 """
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import math
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal
 
-import matplotlib as mpl
 import pandas as pd
-from fontTools import subset, ttLib  # type: ignore[import-untyped]
-from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_pdf import FigureCanvasPdf
-from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
+from matplotlib.patches import Patch
 
-from benchlib.frames import ALL, Row, grouped, rows_of
-from benchlib.metrics import METRICS
-from benchlib.record import write_atomic
+from benchlib import panels
+from benchlib.compare import BASELINE
+from benchlib.drawing import AUTO, WIDTHS_IN, Drawing, method_style, save_figure
+from benchlib.frames import ALL, Row, grouped, method_label, rows_of
+from benchlib.optimum import ENOUGH, budget_points, predict_optimum
+from benchlib.panels import condition_order
+from benchlib.tables import group_of
+from benchlib.verdicts import level_of, log_interval, observations
 
 __all__ = ["WIDTHS_IN", "Drawing", "build_figures", "method_style", "save_figure"]
 
-WIDTHS_IN = {"": 6.9, "-1col": 3.4}  # by the file name's ending: two columns, one column
-DPI = 200
-_BUDGETS = LinearSegmentedColormap.from_list("budget", ["#FBE0A0", "#F2B134", "#D55E00", "#7A2E00", "#2E1200"])
-_AUTO, _LINEAR, _INK = "#6E6E6E", "#0072B2", "#222222"
-_RC: Any = {
-    # One weight of one font: embedding a subset of each costs more than drawing the figure.
-    **{"pdf.fonttype": 42, "font.size": 8, "axes.titlesize": 9, "axes.labelsize": 8},
-    **{"legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7, "hatch.linewidth": 0.7},
-    **{"axes.linewidth": 0.7, "axes.edgecolor": "#CCCCCC", "axes.spines.top": False, "axes.spines.right": False},
-    **{"xtick.bottom": False, "ytick.left": False, "legend.frameon": False, "lines.linewidth": 1.3},
-    **{"lines.markersize": 4.5, "axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.5},
-    **{key: "#262626" for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")},
-    **{"grid.color": "#DDDDDD", "axes.titley": 1.0},  # a title whose place is given is not searched for
-}
-
-
-_CAPTIONS = {
-    "speedup": "Speedup over autoregressive decoding, all prompts pooled, with 95% interval; dashed: no gain",
-    "decode": "Decode rate by prompt and method in tokens a second, with 95% interval",
-    "accept": "Accept length (bonus included) against tokens per verify step, all prompts pooled",
-    "step": "Milliseconds a step against tokens per verify step, all prompts pooled; dashed: autoregressive",
-    "histogram": "Accepted drafts in a verify step, all prompts pooled; the last bar is the whole block",
-    "scaling": "Scaling over tensor-parallel size against ideal, all prompts pooled, with 95% interval",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """A saved figure; shown in a notebook and in HTML it carries its picture with it."""
-
-    name: str
-    caption: str
-    alt: str
-    png: Path
-    narrow_png: Path
-    pdf: Path
-
-    def to_html(self) -> str:
-        """`figure` with the PNG as a data URI (the one-column one for small screens), its alt text and caption."""
-        wide, narrow = (base64.b64encode(p.read_bytes()).decode() for p in (self.png, self.narrow_png))
-        return (
-            f'<figure class="plot" id="fig-{self.name}"><picture>'
-            f'<source media="(max-width:40rem)" srcset="data:image/png;base64,{narrow}">'
-            f'<img alt="{html.escape(self.alt)}" src="data:image/png;base64,{wide}"></picture>'
-            f"<figcaption>{html.escape(self.caption)}</figcaption></figure>"
-        )
-
-    _repr_html_ = to_html
+MAX_PANELS = 4
+MAX_BARS = 48  # of one panel: more would be thinner than their intervals
+MAX_CURVES = 8  # of the concurrency figure's panels
+MAX_LINES = 24  # of the A/B figure
+MAX_ITEMS = 30  # of an alt text
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How one figure is made: the metric its rows must have, the function that fills a panel, an alt text's item."""
+    """How one figure is made: the metric its rows must have, the function that fills a panel, an alt text's item.
+
+    `height_in` is a panel's, `line_in` what each of its rows adds; `empty` is what a figure without rows says.
+    """
 
     name: str
+    caption: str
     key: str
-    draw: Callable[[Axes, Sequence[Row]], None]
+    draw: Callable[[Axes, Sequence[Row]], panels.Later | None]
     item: str
+    empty: str
     pooled: bool = True
     height_in: float = 2.4
+    line_in: float = 0.0
     panel: str = "TP {tp_size}"
-    across: int = 2
-    legend: bool = True
-    first_workload: bool = False
-
-    def rows(self, rows: Iterable[Row]) -> list[Row]:
-        """Those to draw. Of several lengths and concurrencies the first alone where a panel for each is too many."""
-        kept = [row for row in rows if (row["prompt"] == ALL) == self.pooled and row.get(self.key) is not None]
-        if not self.first_workload:
-            return kept
-        first = next(iter(grouped(kept, ("campaign", "max_new_tokens", "concurrency"))), [])
-        return sorted(first, key=_method_order)
+    across: int = 3
+    max_panels: int = MAX_PANELS
+    workload: tuple[str, ...] = ("max_new_tokens", "concurrency")
+    least_in: float = 1.55  # a panel's width
+    conditions: int = 0  # so many at most, times the prompts where these are not pooled; 0: any number
+    legend: Literal["", "bars", "points", "bar settings", "point settings"] = "points"
+    share: Literal["x", "y", ""] = "y"
 
 
-@cache
-def _font() -> str:
-    """A family cut from matplotlib's own, kept in its cache: embedding from the whole one takes a third of the time."""
-    path = Path(mpl.get_cachedir()) / f"benchlib-{mpl.__version__}.ttf"
-    if not path.is_file():
-        font, data = ttLib.TTFont(font_manager.findfont("DejaVu Sans")), io.BytesIO()
-        cutter = subset.Subsetter(subset.Options(drop_tables=["FFTM", "GDEF", "GPOS", "GSUB"]))
-        cutter.populate(unicodes=[*range(0x20, 0x250), *range(0x2010, 0x2030), 0x2212])
-        cutter.subset(font)
-        for record in font["name"].names:
-            record.string = record.toUnicode().replace("DejaVu", "Benchlib")
-        font.save(data)
-        write_atomic(path, data.getvalue())
-    font_manager.fontManager.addfont(path)
-    return "Benchlib Sans"
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The rows of a figure, what had to be left out, and the titles of its panels."""
+
+    rows: list[Row]
+    titles: list[str]
+    note: str = ""
 
 
-def method_style(method: str, tree_budget: int | None) -> tuple[str, str, str]:
-    """(colour, marker, hatch) of a method, the same in every figure; budgets from 8 to 128 run light to dark."""
-    if method != "ddtree" or tree_budget is None:
-        return (_AUTO, "o", "") if method == "auto" else (_LINEAR, "s", "////")
-    depth = (math.log2(max(8, min(128, tree_budget))) - 3) / 4
-    # 15 and 16 are two methods in one place: the odd one gets the lighter shade and its own marker.
-    odd = tree_budget % 2
-    return to_hex(_BUDGETS(max(0.0, depth - 0.13 * odd))), "^" if odd else "D", ""
-
-
-def build_figures(results: pd.DataFrame, scaling: pd.DataFrame, folder: Path) -> dict[str, Drawing]:
+def build_figures(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame, folder: Path) -> dict[str, Drawing]:
     """Draw and save every figure: `<name>.pdf` (two columns), `<name>-1col.pdf` and both as `.png`; by name.
 
-    A figure for which there is no data says so in place of its axes, so that documents can always include it.
+    A figure for which there is no data is one line high and says why, so that documents can always include it.
     """
-    cells = [r for r in rows_of(results) if r["status"] == "ok" and r.get("tpot_s") is not None]
-    sources = {"scaling": rows_of(scaling)}
-    return {plan.name: _save(plan, plan.rows(sources.get(plan.name, cells)), folder) for plan in _PLANS}
+    everything = rows_of(results)
+    cells = [r for r in everything if r["status"] == "ok" and r.get("tpot_s") is not None]
+    sources = {"scaling": rows_of(scaling), "ab": rows_of(ab)}
+    names = _name_extras(cells)
+    marked = _mark_optima([{**row, **_intervals(row)} for row in _mark_extras(cells, names)])
+    why = "; ".join(dict.fromkeys(r["note"] for r in everything if r["prompt"] == ALL and r["note"] != BASELINE))
+    drawn = {}
+    for plan in _PLANS:
+        rows = _mark_extras(sources[plan.name], names) if plan.name in sources else marked
+        if plan.name == "ab":
+            rows = [{**row, "sides": panels.format_sides(row)} for row in rows]
+        drawn[plan.name] = _save(plan, _choose(plan, rows), folder, why or "nothing but the baseline was measured")
+    return drawn
 
 
-def _save(plan: _Plan, rows: Sequence[Row], folder: Path) -> Drawing:
-    items = "; ".join(dict.fromkeys(plan.item.format(**row) for row in rows))
-    alt = items or "no data in these records"
-    return save_figure(plan.name, _CAPTIONS[plan.name], alt, lambda width: _draw(plan, rows, width), folder)
+def _extra(row: Row) -> str:
+    """What sets a condition apart beside its method: `NCCL pcie, no-custom-ar`."""
+    return str(row["label"]).removeprefix(method_label(row["method"], row["tree_budget"])).removeprefix(", ")
 
 
-def save_figure(name: str, caption: str, shows: str, draw: Callable[[float], Figure], folder: Path) -> Drawing:
-    """Save what `draw(width_in)` makes at both widths, as PDF and PNG; `shows` ends the alt text.
-
-    `draw` is called with benchlib's fonts and colours set, and lays its figure out as `constrained`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / name
-    with mpl.rc_context({**_RC, "font.family": _font()}):
-        for ending, width in WIDTHS_IN.items():
-            figure: Any = draw(width)
-            pdf, png = cast(Any, FigureCanvasPdf(figure)), cast(Any, FigureCanvasAgg(figure))
-            # Laid out once, printed by the backends: `savefig` would lay out and draw everything twice for each file.
-            figure.get_layout_engine().execute(figure)
-            figure.set_layout_engine("none")
-            pdf.print_pdf(f"{stem}{ending}.pdf", metadata={"CreationDate": None, "Title": caption})
-            figure.set_dpi(DPI)
-            png.print_png(f"{stem}{ending}.png", metadata={"Software": None})
-    alt = f"{caption}: {shows}."
-    return Drawing(name, caption, alt, *(Path(f"{stem}{end}") for end in (".png", "-1col.png", ".pdf")))
+def _name_extras(cells: Iterable[Row]) -> dict[str, tuple[int, str]]:
+    """Of each further setting its place among the patterns, the most used one plain, and its name in a legend."""
+    counts = Counter(_extra(r) for r in cells)
+    order = sorted(counts, key=lambda name: (-counts[name], name != ""))
+    single = {_extra(r) for r in cells if r["tp_size"] > 1}
+    if "" in counts and "" not in single and len(order) > 1:
+        # One GPU has no collective: its rows are the plain ones of any profile.
+        first = next(name for name in order if name)
+        order = [first, *(name for name in order if name not in ("", first))]
+        return {"": (0, f"{first} (TP 1: none)")} | {
+            n: (i, n if i else f"{n} (TP 1: none)") for i, n in enumerate(order)
+        }
+    return {name: (i, name) for i, name in enumerate(order)}
 
 
-def _draw(plan: _Plan, rows: Sequence[Row], width: float) -> Any:
-    panels = grouped(rows, lambda row: _panel_title(plan, row, rows))
+def _mark_extras(rows: Iterable[Row], names: dict[str, tuple[int, str]]) -> list[Row]:
+    found = []
+    for row in rows:
+        extra, setting = names[_extra(row)]
+        drafts = ", ".join([method_label(row["method"], row["tree_budget"]), *[row["variant"]] * bool(row["variant"])])
+        found.append({**row, "extra": extra, "setting": setting, "drafts": drafts})
+    return [row for row in found if row["extra"] < panels.MAX_EXTRAS]
+
+
+def _intervals(row: Row) -> Row:
+    """Intervals of a step's time and of accept length, over starts or rounds as those of the decode rate."""
+    level = level_of(row["tpot_starts"])
+    ends: Row = {}
+    rounds = zip(row["tpot_starts"], row["step_starts"], strict=False)
+    lengths = [[(t[1], s[1]) for t, s in zip(*start, strict=False)] for start in rounds]
+    for key, starts in (("step_ms", row["step_starts"]), ("accept_length", lengths)):
+        if row[key] is not None and starts:
+            centre, low, high = log_interval(observations(starts, level))
+            if low is not None and high is not None:
+                ends |= {f"{key}_low": row[key] * low / centre, f"{key}_high": row[key] * high / centre}
+    return ends
+
+
+def _mark_optima(rows: Iterable[Row]) -> list[Row]:
+    """Trees of ENOUGH budgets beside a baseline get their `optimum`; the fastest measured one is `best`, an oracle."""
+    marked = []
+    for group in grouped(rows, lambda r: (*group_of(r), r["extra"], r["prompt"])):
+        points, auto_ms = budget_points(group)
+        measured = [r for r in group if r["method"] == "ddtree" and r["speedup"] is not None]
+        if group[0]["prompt"] == ALL and measured and auto_ms is not None and len({p.budget for p in points}) >= ENOUGH:
+            found = predict_optimum(points, auto_ms, block_size=measured[0]["block_size"])
+            best = max(measured, key=lambda r: float(r["speedup"]))
+            told = {
+                "optimum": found,
+                "predicted": f"b{found.budget}, {found.speedup:.2f} ×",
+                "oracle": f"b{best['tree_budget']}, {best['speedup']:.2f} ×",
+            }
+            group = [{**r, **told, "best": r is best} if r in measured else r for r in group]
+        marked += group
+    return marked
+
+
+def _choose(plan: _Plan, rows: Iterable[Row]) -> _Choice:
+    """The rows that a figure has room for: of too many panels the first workload's, of too many bars the plainest."""
+    known = [r for r in rows if (r["prompt"] == ALL) == plan.pooled and r.get(plan.key) is not None]
+    title = _titler(plan, known)
+    if plan.name == "concurrency":
+        known = [r for part in grouped(known, lambda r: (title(r), condition_order(r))) if len(part) > 1 for r in part]
+    kept, notes = known, []
+    for key, text in (("concurrency", "{} at once"), ("max_new_tokens", "{} new tokens")):
+        if key in plan.workload and len({title(r) for r in kept}) > plan.max_panels:
+            least = {part[0]["campaign"]: min(int(r[key]) for r in part) for part in grouped(kept, ("campaign",))}
+            fewer = [r for r in kept if r[key] == least[r["campaign"]]]
+            notes += [text.format(" or ".join(map(str, sorted(set(least.values())))))] * (len(fewer) < len(kept))
+            kept = fewer
+    note = f". Shown: {', '.join(reversed(notes))}; the tables have the rest" if notes else ""
+    if plan.conditions and kept:
+        most = plan.conditions // (1 if plan.pooled else len({r["prompt"] for r in kept}))
+        fit = [_plainest(part, max(1, most)) for part in grouped(kept, title)]
+        left = len({r["label"] for r in kept} - {r["label"] for part in fit for r in part})
+        kept = [r for part in fit for r in part]
+        note += f". Left out for want of room: {left} conditions, which the tables have" if left else ""
+    if plan.name == "ab" and len(kept) > MAX_LINES:
+        note += f". The first {MAX_LINES} of {len(kept)} comparisons"
+        kept = kept[:MAX_LINES]
+    if plan.panel == "{drafts}":  # a panel a condition: also where the first budget's run failed, smaller budgets first
+        kept = [r for part in grouped(kept, ("campaign",)) for r in sorted(part, key=condition_order)]
+    return _Choice(kept, [title(r) for r in kept], note)
+
+
+def _plainest(rows: Sequence[Row], most: int) -> list[Row]:
+    """The rows of so many conditions, those with the fewest further settings first."""
+    conditions = sorted({(r["extra"], r["label"]) for r in rows}, key=lambda c: int(c[0]))
+    return [r for r in rows if (r["extra"], r["label"]) in conditions[:most]]
+
+
+def _titler(plan: _Plan, rows: Sequence[Row]) -> Callable[[Row], str]:
+    """Names a row's panel: by the panel's own axis, and every other one on which `rows` differ."""
+    differ = {key for key in (*plan.workload, "campaign") if len({r[key] for r in rows}) > 1}
+
+    def title(row: Row) -> str:
+        parts = [plan.panel.format(**row)]
+        parts += [f"{row['max_new_tokens']} tokens"] * ("max_new_tokens" in differ)
+        parts += [f"{row['concurrency']} at once"] * ("concurrency" in differ)
+        labels = [row["campaign"]] * ("campaign" in differ)
+        labels += ["random weights"] * (row["weights"] == "random")
+        labels += ["simulated acceptance"] * bool(row["simulated"])
+        return "\n".join([", ".join(parts), *labels])
+
+    return title
+
+
+def _save(plan: _Plan, choice: _Choice, folder: Path, why: str) -> Drawing:
+    caption, empty = plan.caption + choice.note, plan.empty.format(why=why)
+    alt = _alt(plan, choice) if choice.rows else empty
+    return save_figure(plan.name, caption, alt, lambda width: _draw(plan, choice, width, empty), folder)
+
+
+def _alt(plan: _Plan, choice: _Choice) -> str:
+    """Every value in words by panel; of more than MAX_ITEMS the lowest and the highest."""
+    items = [plan.item.format(**{**row, "words": _words(row, plan.key)}) for row in choice.rows]
+    told = list(zip((title.replace("\n", ", ") for title in choice.titles), items, strict=True))
+    if len(set(told)) > MAX_ITEMS:
+        places = range(len(told))
+        ends = (pick(places, key=lambda i: float(choice.rows[i][plan.key])) for pick in (min, max))
+        lowest, highest = (f"{title}, {item}" for title, item in (told[i] for i in ends))
+        return f"{len(told)} values. Lowest: {lowest}. Highest: {highest}"
+    panel = {title: ", ".join(dict.fromkeys(item for t, item in told if t == title)) for title, _ in told}
+    return "; ".join(f"{title}: {items}" for title, items in panel.items())
+
+
+def _words(row: Row, key: str) -> str:
+    """A figure with its interval: `2.69 (2.38 to 3.03)`, a difference in percent."""
+    known = row[key]
+    if not isinstance(known, float | int):
+        return ""
+    decimals = next((d for d, least in ((0, 100), (1, 30)) if known >= least), 2)
+    text = "{:+.1%}" if key == "difference" else f"{{:.{decimals}f}}"
+    ends = (row.get(f"{key}{end}") for end in ("", "_low", "_high"))
+    value, *interval = (text.format(end) for end in ends if end is not None)
+    return f"{value} ({' to '.join(interval)})" if interval else value
+
+
+def _draw(plan: _Plan, choice: _Choice, width: float, empty: str) -> Figure:
+    if not choice.rows:
+        figure = Figure(figsize=(width, 0.4), layout="constrained")
+        axis = figure.subplots()
+        axis.set_axis_off()
+        axis.text(0.5, 0.5, textwrap.fill(empty, int(17 * width)), ha="center", va="center", color=AUTO)
+        return figure
     narrow = width < WIDTHS_IN[""]
-    across = min(max(1, plan.across // 2) if narrow else plan.across, len(panels) or 1)
-    down = math.ceil((len(panels) or 1) / across)
-    figure = Figure(figsize=(width, plan.height_in * down + 0.35), layout="constrained")
-    axes = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
-    for index, (axis, part) in enumerate(zip(axes, panels, strict=False)):
-        plan.draw(axis, part)
-        axis.set_title(_panel_title(plan, part[0], rows), loc="left")
+    titles = list(dict.fromkeys(choice.titles))
+    parts = [[r for r, t in zip(choice.rows, choice.titles, strict=True) if t == title] for title in titles]
+    across = _across(plan, titles, parts, width)
+    # Lines of the narrow A/B figure have their texts above and below them.
+    line_in = plan.line_in * (2 if narrow and plan.name == "ab" else 1)
+    heights = [plan.height_in + line_in * max(map(len, parts[i : i + across])) for i in range(0, len(parts), across)]
+    figure = Figure(figsize=(width, sum(heights) + 0.35), layout="constrained")
+    FigureCanvasAgg(figure)
+    share: Any = {f"share{axis}": plan.share == axis for axis in "xy"}
+    axes = list(figure.subplots(len(heights), across, squeeze=False, height_ratios=heights, **share).flat)
+    later = [plan.draw(axis, part) for axis, part in zip(axes, parts, strict=False)]
+    for index, (axis, title) in enumerate(zip(axes, titles, strict=False)):
+        axis.set_title(title, loc="left")
         if index % across:
             axis.set_ylabel("")
-        if index + across < len(panels):
+        if index + across < len(parts):
             axis.set_xlabel("")
-    for axis in axes[len(panels) :]:
+    for axis in axes[len(parts) :]:
         axis.set_axis_off()
-    if not panels:
-        figure.text(0.5, 0.5, "No data in these records", ha="center", va="center", color=_AUTO)
-    elif plan.legend:
-        labels = {row["label"]: _style(row) for row in sorted(rows, key=_method_order)}
-        handles = [
-            Line2D([], [], color=c, marker=m, ls="", ms=5, mec=_INK, mew=0.4, label=label)
-            for label, (c, m, _) in labels.items()
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(3 if narrow else 6, len(handles)))
+    _legend(figure, plan, choice.rows, width, axes[len(parts) :])
+    for place in filter(None, later):
+        layout: Any = figure.get_layout_engine()
+        layout.execute(figure)
+        place()
     return figure
 
 
-def _panel_title(plan: _Plan, row: Row, rows: Sequence[Row]) -> str:
-    """The panel's own axis, and every other one on which the rows differ."""
-    parts = [plan.panel.format(**row)]
-    for key, text in (("max_new_tokens", "{} tokens"), ("concurrency", "{} at once")):
-        parts += [text.format(row[key])] * (len({r[key] for r in rows}) > 1)
-    labels = [row["campaign"]] * (len({r["campaign"] for r in rows}) > 1)
-    labels += ["random weights"] * (row["weights"] == "random")
-    labels += ["simulated acceptance"] * bool(row["simulated"])
-    return "\n".join([", ".join(parts), *labels])
+def _across(plan: _Plan, titles: Sequence[str], parts: Sequence[Sequence[Row]], width: float) -> int:
+    """Panels in a row: as many as their titles and bars have room for, the last row not much emptier than the first."""
+    longest = max(len(line) for title in titles for line in title.splitlines())
+    least_in = max(plan.least_in, 0.075 * longest + 0.3)
+    if plan.legend.startswith("bar") and plan.panel.startswith("TP"):
+        least_in = max(least_in, 0.5 + 0.085 * max(map(len, parts)))
+    across = max(1, min(plan.across, len(parts), int(width / least_in)))
+    return math.ceil(len(parts) / math.ceil(len(parts) / across))
 
 
-def _style(row: Row) -> tuple[str, str, str]:
-    return method_style(row["method"], row["tree_budget"])
+def _legend(figure: Figure, plan: _Plan, rows: Sequence[Row], width: float, free: Sequence[Axes]) -> None:
+    """Methods by colour, further settings by pattern in grey, and what marks an optimum; in a `free` panel's place."""
+    bars, handles = plan.legend.startswith("bar"), []
+    if plan.legend in ("bars", "points"):
+        for row in {r["method"] + str(r["tree_budget"]): r for r in sorted(rows, key=condition_order)}.values():
+            handles.append(_handle(method_label(row["method"], row["tree_budget"]), {**row, "extra": 0}, bars))
+    extras = dict(sorted({row["extra"]: row["setting"] for row in rows}.items()))
+    if plan.legend and (len(extras) > 1 or any(extras)):
+        handles += [
+            _handle(name, {"method": "auto", "tree_budget": None, "extra": extra}, bars)
+            for extra, name in extras.items()
+        ]
+    if plan.name in ("accept", "step", "optimum") and any(row.get("optimum") for row in rows):
+        handles.append(Line2D([], [], **panels.CURVE, label="fitted curve"))
+        handles.append(Line2D([], [], **panels.PREDICTED, label="predicted best"))
+        handles.append(Line2D([], [], **panels.MEASURED, label="measured best (oracle)"))
+    if handles and free:
+        free[0].legend(handles=handles, loc="center")
+    elif handles:
+        longest = max(len(str(handle.get_label())) for handle in handles)
+        columns = max(1, min(len(handles), int((width - 0.1) / (0.056 * longest + 0.4))))
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
-def _method_order(row: Row) -> tuple[int, int]:
-    return ("auto", "linear", "ddtree").index(row["method"]), row["tree_budget"] or 0
+def _handle(label: str, row: Row, bars: bool) -> Any:
+    if bars:
+        return Patch(**panels.bar_style(row), label=label)
+    return Line2D([], [], ls="", label=label, **panels.marker_style(row))
 
 
-def _bar(axis: Axes, at: float, row: Row, key: str, width: float) -> None:
-    colour, _, hatch = _style(row)
-    value, low, high = row[key], row.get(f"{key}_low"), row.get(f"{key}_high")
-    error = None if low is None else [[value - low], [high - value]]
-    ends = {"elinewidth": 0.8, "capsize": 1.8, "ecolor": _INK}
-    axis.bar(at, value, width, color=colour, hatch=hatch, edgecolor="white", lw=0.5, yerr=error, error_kw=ends)
-
-
-def _finish(axis: Axes, key: str, values: Iterable[float], bottom: float = 0.0, label: str = "") -> None:
-    """Label, and an axis from `bottom` to some room above the highest value of the panels that share it."""
-    axis.set_ylabel(label or METRICS[key].axis)
-    axis.set_ylim(bottom, max(axis.get_ylim()[1], 1.12 * max(values)))
-
-
-def _name_bars(axis: Axes, names: Sequence[str]) -> None:
-    """Ticks of a panel of bars, with room for four: a single bar does not fill it."""
-    axis.set_xticks(range(len(names)), names)
-    centre, half = (len(names) - 1) / 2, max(len(names), 4) / 2
-    axis.set_xlim(centre - half, centre + half)
-    axis.grid(axis="x", visible=False)
-
-
-def _draw_speedup(axis: Axes, rows: Sequence[Row]) -> None:
-    rows = sorted(rows, key=_method_order)
-    for at, row in enumerate(rows):
-        _bar(axis, at, row, "speedup", 0.72)
-        place: Any = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "fontsize": 7}
-        axis.annotate(f"{row['speedup']:.2f}", (at, row["speedup_high"]), **place)
-    axis.axhline(1, color=_INK, linewidth=0.8, linestyle="--")
-    _name_bars(axis, ["linear" if row["method"] == "linear" else f"b{row['tree_budget']}" for row in rows])
-    _finish(axis, "speedup", [row["speedup_high"] for row in rows])
-
-
-def _draw_prompts(axis: Axes, rows: Sequence[Row]) -> None:
-    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
-    methods = sorted({_method_order(row) for row in rows})
-    width = 0.84 / len(methods)
-    for row in rows:
-        offset = (methods.index(_method_order(row)) - (len(methods) - 1) / 2) * width
-        _bar(axis, prompts.index(row["prompt"]) + offset, row, "decode_tok_s", width)
-    _name_bars(axis, prompts)
-    _finish(axis, "decode_tok_s", [row["decode_tok_s_high"] or row["decode_tok_s"] for row in rows])
-
-
-def _draw_by_verify(key: str, bottom: float) -> Callable[[Axes, Sequence[Row]], None]:
-    def draw(axis: Axes, rows: Sequence[Row]) -> None:
-        points = sorted((r for r in rows if r["verify_tokens"]), key=lambda r: (r["verify_tokens"], _method_order(r)))
-        tree = [(r["verify_tokens"], r[key]) for r in points if r["method"] == "ddtree"]
-        axis.plot([x for x, _ in tree], [y for _, y in tree], color="#BBBBBB", zorder=1)
-        for row in rows:
-            colour, marker, _ = _style(row)
-            if row["method"] == "auto":
-                axis.axhline(row[key], color=colour, linestyle="--", linewidth=1)
-            elif row["verify_tokens"]:
-                size = 9 if row["method"] == "linear" else 6  # seen behind b15, which verifies as many tokens
-                axis.plot(row["verify_tokens"], row[key], color=colour, marker=marker, ms=size, mec=_INK, mew=0.4)
-        axis.set_xscale("log", base=2)
-        ticks = sorted({r["verify_tokens"] for r in points})
-        # Ticks closer than a fifth of a doubling would print over one another: the larger one goes.
-        ticks = [t for i, t in enumerate(ticks) if not i or t / ticks[i - 1] > 1.15]
-        axis.set_xticks(ticks, [str(t) for t in ticks])
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.set_xlabel("Tokens per verify step (1 + nodes)")
-        axis.margins(x=0.12)
-        _finish(axis, key, [row[key] for row in rows], bottom)
-
-    return draw
-
-
-def _draw_histogram(axis: Axes, rows: Sequence[Row]) -> None:
-    row = min(rows, key=lambda r: int(r["tp_size"]))  # acceptance does not depend on TP
-    counts = row["drafts_histogram"]
-    shares = [100 * n / sum(counts) for n in counts]
-    colour, _, hatch = _style(row)
-    axis.bar(range(len(counts)), shares, 0.86, color=colour, hatch=hatch, edgecolor="white", linewidth=0.3)
-    axis.set_xlabel("Accepted drafts")
-    axis.set_xticks(range(0, len(counts), 5))
-    axis.grid(axis="x", visible=False)
-    _finish(axis, "", shares, label="Verify steps (%)")
-
-
-def _draw_scaling(axis: Axes, rows: Sequence[Row]) -> None:
-    rows = sorted(rows, key=_method_order, reverse=True)
-    ideal = rows[0]["ideal"]
-    for at, row in enumerate(rows):
-        colour, marker, _ = _style(row)
-        error = [[row["scaling"] - row["scaling_low"]], [row["scaling_high"] - row["scaling"]]]
-        axis.hlines(at, 1, row["scaling"], color=colour, linewidth=2.2)
-        ends: Any = {"capsize": 2.5, "ecolor": _INK, "elinewidth": 0.8}
-        axis.errorbar(row["scaling"], at, xerr=error, color=colour, marker=marker, markersize=6, **ends)
-    place: Any = {"xytext": (-3, 0), "textcoords": "offset points", "ha": "right", "va": "top", "fontsize": 7}
-    axis.axvline(ideal, color=_INK, linestyle="--", linewidth=1)
-    axis.annotate("ideal", (ideal, len(rows) - 0.5), **place)
-    axis.set_yticks(range(len(rows)), [row["label"] for row in rows])
-    axis.set_ylim(-0.6, len(rows) - 0.4)
-    lows, highs = ([row[f"scaling_{end}"] for row in rows] for end in ("low", "high"))
-    axis.set_xlim(min(1.0, *lows) - 0.02, 1.04 * max(ideal, *highs))
-    axis.set_xlabel(f"Decode rate over TP {rows[0]['tp_base']} (×)")
-    axis.grid(axis="y", visible=False)
-
-
+_RATE = "{label} {words}"
 _PLANS = (
-    _Plan("speedup", "speedup", _draw_speedup, "TP {tp_size} {label} {speedup:.2f}", legend=False),
-    _Plan("decode", "decode_tok_s", _draw_prompts, "TP {tp_size} {prompt} {label} {decode_tok_s:.0f}", pooled=False),
-    _Plan("accept", "accept_length", _draw_by_verify("accept_length", 1.0), "TP {tp_size} {label} {accept_length:.2f}"),
-    _Plan("step", "step_ms", _draw_by_verify("step_ms", 0.0), "TP {tp_size} {label} {step_ms:.2f}"),
-    _Plan("histogram", "drafts_histogram", _draw_histogram, "{label} accepts it in {full_block_share:.1%} of steps",
-          height_in=1.7, panel="{label}", across=5, legend=False, first_workload=True),
-    _Plan("scaling", "scaling", _draw_scaling, "TP {tp_base} to {tp_size} {label} {scaling:.2f}",
-          height_in=1.9, panel="TP {tp_base} to TP {tp_size}", legend=False),
+    _Plan("speedup", "Speedup over autoregressive decoding, all prompts pooled, with 95% interval; dashed: no gain",
+          "speedup", panels.draw_speedup, _RATE, "No speedup can be stated: {why}", legend="bar settings", across=2),
+    _Plan("decode", "Decode rate by prompt and method in tokens a second, with 95% interval",
+          "decode_tok_s", panels.draw_prompts, "{prompt} {label} {words}", "No run was measured",
+          pooled=False, legend="bars", across=2, least_in=2.2, conditions=MAX_BARS),
+    _Plan("accept", "Accept length (bonus included) against tokens per verify step, all prompts pooled, with 95% "
+          "interval",
+          "accept_length", panels.draw_by_verify("accept_length", 1.0), _RATE, "No speculative run was measured"),
+    _Plan("step", "Milliseconds a step against tokens per verify step, all prompts pooled, with 95% interval; "
+          "dashed: autoregressive", "step_ms", panels.draw_by_verify("step_ms", 0.0), _RATE, "No run was measured"),
+    _Plan("optimum", "Speedup over the tree budget, all prompts pooled: predicted by the two fitted curves, and "
+          "measured with 95% interval", "optimum", panels.draw_optimum,
+          "predicted best {predicted}, measured best {oracle} (an oracle: chosen on the prompts it is shown for)",
+          f"No optimum: that takes {ENOUGH} tree budgets and autoregressive decoding, on real weights"),
+    _Plan("histogram", "Accepted drafts in a verify step, all prompts pooled; the last, black bar is the whole block",
+          "drafts_histogram", panels.draw_histogram,
+          "the whole block in {full_block_share:.1%} of steps",
+          "No speculative run was measured", height_in=1.7, panel="{drafts}", across=5, least_in=1.3,
+          max_panels=0, legend=""),
+    _Plan("concurrency", "Throughput of all requests against the decode rate of each (95% interval), all prompts "
+          "pooled; numbers: requests at once", "output_throughput_tok_s", panels.draw_concurrency,
+          "{label}, {concurrency} at once {output_throughput_tok_s:.0f} tok/s, {decode_tok_s:.0f} each",
+          "No condition was measured at two concurrencies", workload=("max_new_tokens",),
+          height_in=2.7, across=2, least_in=2.2, conditions=MAX_CURVES),
+    _Plan("scaling", "Scaling over tensor-parallel size against ideal, all prompts pooled, with 95% interval",
+          "scaling", panels.draw_scaling, _RATE,
+          "No method was measured at two TP sizes under one set-up", height_in=0.9, line_in=0.15, across=2,
+          panel="TP {tp_base} to TP {tp_size}", legend="point settings", share=""),
+    _Plan("ab", "Difference in decode rate between conditions that vary in one setting, all prompts pooled, with 95% "
+          "interval", "difference", panels.draw_ab, "{sides} {words}, {difference_note}",
+          "No two conditions differ in an NCCL profile, a NUMA policy or a variant alone",
+          height_in=0.55, line_in=0.27, across=1, max_panels=2, legend="", share="x"),
 )  # fmt: skip

@@ -68,7 +68,9 @@ COLLECTING = {
         *("progress", "record", "server", "spec", "topology", "warnings"),
     },
 }
-ANALYSING = {"metrics", "frames", "compare", "tables", "figures", "headline", "optimum", "scenes"}
+ANALYSING = {
+    *("metrics", "frames", "compare", "tables", "drawing", "panels", "figures", "headline", "optimum", "scenes"),
+}
 SHARED = {
     "errors",
     "spec",
@@ -83,7 +85,8 @@ SHARED = {
 SHOWN = {"scenes": {"placement", "topology"}}  # whose objects it draws
 CONFINED = {
     "pandas": {"frames", "compare", "tables", "figures", "headline"},
-    "matplotlib": {"figures", "scenes"},
+    "matplotlib": {"drawing", "figures", "panels", "scenes"},
+    "seaborn": {"drawing"},
     "papermill": {"notebook"},
     "nbclient": {"notebook"},
     "uvloop": {"client"},
@@ -92,7 +95,7 @@ CONFINED = {
     "torch": {"link_probe", "bandwidth_probe"},  # scripts that the engine's interpreter runs
     "sglang": set(),
 }
-HEAVY = {"torch", "pandas", "matplotlib", "papermill", "scipy", "numpy", "uvloop", "IPython"}
+HEAVY = {"torch", "pandas", "matplotlib", "seaborn", "papermill", "scipy", "numpy", "uvloop", "IPython"}
 
 
 @functools.cache
