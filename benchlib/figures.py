@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from matplotlib.patches import Patch
 from benchlib import panels
 from benchlib.compare import BASELINE
 from benchlib.drawing import AUTO, WIDTHS_IN, Drawing, method_style, save_figure
+from benchlib.errors import ReportError
 from benchlib.frames import ALL, Row, grouped, method_label, rows_of
 from benchlib.optimum import ENOUGH, budget_points, predict_optimum
 from benchlib.panels import condition_order
@@ -74,11 +75,17 @@ class _Choice:
     note: str = ""
 
 
-def build_figures(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame, folder: Path) -> dict[str, Drawing]:
+def build_figures(
+    results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame, folder: Path, *, only: Collection[str] = ()
+) -> dict[str, Drawing]:
     """Draw and save every figure: `<name>.pdf` (two columns), `<name>-1col.pdf` and both as `.png`; by name.
 
     A figure for which there is no data is one line high and says why, so that documents can always include it.
+    `only` names those to draw; ReportError for a name that is none.
     """
+    if unknown := set(only) - {plan.name for plan in _PLANS}:
+        there = ", ".join(plan.name for plan in _PLANS)
+        raise ReportError(f"no figure is named {', '.join(sorted(unknown))}: name some of {there}")
     everything = rows_of(results)
     cells = [r for r in everything if r["status"] == "ok" and r.get("tpot_s") is not None]
     sources = {"scaling": rows_of(scaling), "ab": rows_of(ab)}
@@ -86,7 +93,7 @@ def build_figures(results: pd.DataFrame, scaling: pd.DataFrame, ab: pd.DataFrame
     marked = _mark_optima([{**row, **_intervals(row)} for row in _mark_extras(cells, names)])
     why = "; ".join(dict.fromkeys(r["note"] for r in everything if r["prompt"] == ALL and r["note"] != BASELINE))
     drawn = {}
-    for plan in _PLANS:
+    for plan in (plan for plan in _PLANS if not only or plan.name in only):
         rows = _mark_extras(sources[plan.name], names) if plan.name in sources else marked
         if plan.name == "ab":
             rows = [{**row, "sides": panels.format_sides(row)} for row in rows]
@@ -256,14 +263,20 @@ def _draw(plan: _Plan, choice: _Choice, width: float, empty: str) -> Figure:
     share: Any = {f"share{axis}": plan.share == axis for axis in "xy"}
     axes = list(figure.subplots(len(heights), across, squeeze=False, height_ratios=heights, **share).flat)
     later = [plan.draw(axis, part) for axis, part in zip(axes, parts, strict=False)]
+    names: set[str] = set()
     for index, (axis, title) in enumerate(zip(axes, titles, strict=False)):
         axis.set_title(title, loc="left")
         if index % across:
             axis.set_ylabel("")
+        names.add(axis.get_xlabel())
         if index + across < len(parts):
             axis.set_xlabel("")
     for axis in axes[len(parts) :]:
         axis.set_axis_off()
+    if across > 1 and len(names) == 1:  # said once: beside one another it would overlap in narrow panels
+        for axis in axes:
+            axis.set_xlabel("")
+        figure.supxlabel(names.pop(), fontsize="medium")
     _legend(figure, plan, choice.rows, width, axes[len(parts) :])
     for place in filter(None, later):
         layout: Any = figure.get_layout_engine()
@@ -288,12 +301,8 @@ def _legend(figure: Figure, plan: _Plan, rows: Sequence[Row], width: float, free
     if plan.legend in ("bars", "points"):
         for row in {r["method"] + str(r["tree_budget"]): r for r in sorted(rows, key=condition_order)}.values():
             handles.append(_handle(method_label(row["method"], row["tree_budget"]), {**row, "extra": 0}, bars))
-    extras = dict(sorted({row["extra"]: row["setting"] for row in rows}.items()))
-    if plan.legend and (len(extras) > 1 or any(extras)):
-        handles += [
-            _handle(name, {"method": "auto", "tree_budget": None, "extra": extra}, bars)
-            for extra, name in extras.items()
-        ]
+    for extra, name in sorted({(row["extra"], row["setting"]) for row in rows}) if plan.legend else ():
+        handles += [_handle(name, {"method": "auto", "tree_budget": None, "extra": extra}, bars)] * bool(name)
     if plan.name in ("accept", "step", "optimum") and any(row.get("optimum") for row in rows):
         handles.append(Line2D([], [], **panels.CURVE, label="fitted curve"))
         handles.append(Line2D([], [], **panels.PREDICTED, label="predicted best"))

@@ -22,8 +22,8 @@ from matplotlib.patches import FancyBboxPatch, Patch, PathPatch, Rectangle
 from matplotlib.path import Path as Curve
 
 from benchlib.draft_tree import DraftTree
+from benchlib.drawing import Drawing, method_style, save_figure
 from benchlib.errors import PlacementError
-from benchlib.figures import Drawing, method_style, save_figure
 from benchlib.frames import LoadedRun, condition_label, condition_of, load_run
 from benchlib.metrics import ttft_s
 from benchlib.placement import format_devices
@@ -166,7 +166,7 @@ def _pairs(topology: Topology) -> dict[tuple[int, int], str | None]:
 
 def _machine_title(topology: Topology) -> str:
     names = Counter(gpu.name for gpu in topology.gpus)
-    return ", ".join(f"{n} × {name or 'GPU of a model not told'}" for name, n in names.items())
+    return ", ".join(f"{n} × {name}" if name else f"{n} GPUs of unknown model" for name, n in names.items())
 
 
 def _node_label(node: int | None, gpus: Sequence[Gpu], chars: int) -> str:

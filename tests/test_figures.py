@@ -12,6 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from benchlib import compare, figures, frames, panels
+from benchlib.errors import ReportError
 from tests import synthetic
 
 NAMES = ("speedup", "decode", "accept", "step", "optimum", "histogram", "concurrency", "scaling", "ab")
@@ -53,6 +54,14 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
         variants={"slow": {"server_args": ["--disable-overlap-schedule"]}},
     )  # fmt: skip
     return frames_of(synthetic.save_campaign(tmp_path_factory.mktemp("variants"), sweep))[0]
+
+
+def test_named_figures_alone_are_drawn(variants: pd.DataFrame, tmp_path: Path) -> None:
+    tables = variants, compare.build_scaling(variants), compare.build_ab(variants)
+    assert list(figures.build_figures(*tables, tmp_path, only=["accept"])) == ["accept"]
+    assert {path.stem for path in tmp_path.iterdir()} == {"accept", "accept-1col"}
+    with pytest.raises(ReportError, match="no figure is named pie: name some of speedup, decode"):
+        figures.build_figures(*tables, tmp_path, only=["accept", "pie"])
 
 
 def test_every_figure_is_saved_in_both_widths(drawn: dict[str, figures.Drawing]) -> None:

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from benchlib import scenes
 from benchlib.draft_tree import DraftTree
+from benchlib.drawing import Drawing
 from benchlib.errors import PlacementError, RecordError
-from benchlib.figures import Drawing
 from benchlib.frames import LoadedRun
 from benchlib.record import RequestRecord
 from benchlib.spec import RunSpec
