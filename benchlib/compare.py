@@ -40,7 +40,7 @@ from benchlib.warnings import format_warning
 __all__ = [
     *("AB_AXES", "BASELINE", "MATCHED_FIELDS", "SUMMARY_KEYS", "build_ab"),
     *("build_results", "build_scaling", "build_summary", "build_warnings", "compare", "find_drifts"),
-    "start_spreads",
+    *("format_pair", "start_spreads"),
 ]
 
 BASELINE = "baseline"
@@ -84,6 +84,21 @@ def compare(baseline: Row, other: Row, *, vary: Iterable[str] = METHOD_FIELDS) -
     blocks = (baseline["start_numbers"], other["start_numbers"])
     together = baseline["campaign"] == other["campaign"]
     return judge(baseline["tpot_starts"], other["tpot_starts"], blocks=blocks if together else None)
+
+
+def format_pair(rows: Iterable[Row], labels: Sequence[str]) -> str:
+    """`B over A: 1.19 (1.05 to 1.36); note` of the cells with these two labels, or why they are not compared."""
+    named = {row["label"]: row for row in rows if row["tpot_starts"]}
+    if missing := [label for label in labels if label not in named]:
+        return f"There is no {' and no '.join(missing)} here: name two of {', '.join(named)}."
+    first, second = (named[label] for label in labels)
+    if any(row["weights"] == "random" or row["simulated"] for row in (first, second)):
+        return "No ratio of methods follows from random weights or simulated acceptance."
+    try:
+        found = compare(first, second)
+    except ComparisonError as error:
+        return str(error)
+    return f"{labels[1]} over {labels[0]}: {found.ratio:.2f} ({found.low:.2f} to {found.high:.2f}); {found.note}"
 
 
 def build_results(campaigns: Iterable[Campaign]) -> pd.DataFrame:

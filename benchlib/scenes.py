@@ -31,7 +31,7 @@ from benchlib.record import RequestRecord
 from benchlib.telemetry import SLOWING_REASONS, Sample
 from benchlib.topology import Gpu, Topology
 
-__all__ = ["draw_ticks", "draw_timeline", "draw_topology", "draw_tree"]
+__all__ = ["draw_ticks", "draw_timeline", "draw_topology", "draw_tree", "format_run"]
 
 NARROW_IN = 5.0  # below this a figure is one column wide
 INK, GREY, PALE, ORANGE, BLUE = "#222222", "#6E6E6E", "#EDEDED", "#F2B134", "#0072B2"
@@ -93,7 +93,7 @@ def draw_timeline(run: LoadedRun | Path | str, *, folder: Path, name: str = "tim
             _draw_strip(list(axes[1:, 0]), gpus, limits)
         axes[-1, 0].set_xlabel("Seconds since the run began to measure")
         axes[-1, 0].set_xlim(0, 1.01 * max(axes[0, 0].get_xlim()[1] / 1.05, 1e-3))
-        axes[0, 0].set_title(_wrap(_run_title(loaded), width), loc="left")
+        axes[0, 0].set_title(_wrap(format_run(loaded), width), loc="left")
         handles = _request_handles(loaded.requests, colour) + _gpu_handles(gpus, limits)
         if handles:
             per_row = 3 if width < NARROW_IN else 7
@@ -318,7 +318,7 @@ def _limits(run: LoadedRun) -> list[float]:
     return sorted({limit for limit in known if limit is not None})
 
 
-def _run_title(run: LoadedRun) -> str:
+def format_run(run: LoadedRun) -> str:
     """The run and what it was; what makes its times no result stands beside it."""
     spec = run.record.spec
     notes = ["random weights"] * (spec.weights == "random")
@@ -423,7 +423,7 @@ def _say_run(run: LoadedRun, gpus: Mapping[int, Sequence[Sample]], limits: Colle
     requests = run.requests
     end = max((r.sent_s + (_stop_s(r) or 0.0) for r in requests), default=0.0)
     counts = (len(requests), sum(r.warmup for r in requests), sum(r.error is not None for r in requests))
-    parts = [_run_title(run), "{} requests, {} of them warm-ups, {} failed".format(*counts), f"over {end:.1f} s"]
+    parts = [format_run(run), "{} requests, {} of them warm-ups, {} failed".format(*counts), f"over {end:.1f} s"]
     for gpu, samples in gpus.items():
         for column, unit in (("sm_clock_mhz", "MHz"), ("power_w", "W")):
             values = [value for s in samples if (value := getattr(s, column)) is not None]

@@ -183,6 +183,21 @@ def test_starts_made_unlike_are_not_pooled(tmp_path: Path) -> None:
     assert rows["tp1-auto", "all"]["n_starts"] == rows["tp1-auto.2", "all"]["n_starts"] == 1
 
 
+def test_a_pair_is_put_in_words_or_the_reason_is(campaign: Path) -> None:
+    rows = [row for (run, prompt), row in cells_of(campaign).items() if prompt == "all" and run.startswith("tp1")]
+    text = compare.format_pair(rows, ["autoregressive", "DDTree b16"])
+    found = compare.compare(*(row for row in rows if row["label"] in ("autoregressive", "DDTree b16")))
+    assert text == (
+        f"DDTree b16 over autoregressive: {found.ratio:.2f} ({found.low:.2f} to {found.high:.2f}); 1 start: no verdict"
+    )
+    assert "There is no b17 here: name two of autoregressive, " in compare.format_pair(rows, ["DDTree b16", "b17"])
+    other = [{**row, "seed": 7} if row["label"] == "DDTree b16" else row for row in rows]
+    assert "they differ in seed: 0 against 7" in compare.format_pair(other, ["autoregressive", "DDTree b16"])
+    for unreal in ({"weights": "random"}, {"simulated": True}):
+        changed = [{**row, **unreal} for row in rows]
+        assert compare.format_pair(changed, ["autoregressive", "DDTree b16"]).startswith("No ratio of methods")
+
+
 def test_scaling_is_tpot_at_one_over_tpot_at_two(campaign: Path) -> None:
     results = compare.build_results([frames.load_campaign(campaign)])
     rows = frames.rows_of(compare.build_scaling(results))
