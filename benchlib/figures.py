@@ -110,8 +110,8 @@ def _name_extras(cells: Iterable[Row]) -> dict[str, tuple[int, str]]:
     """Of each further setting its place among the patterns, the most used one plain, and its name in a legend."""
     counts = Counter(_extra(r) for r in cells)
     order = sorted(counts, key=lambda name: (-counts[name], name != ""))
-    single = {_extra(r) for r in cells if r["tp_size"] > 1}
-    if "" in counts and "" not in single and len(order) > 1:
+    alone, together = ({_extra(r) for r in cells if (r["tp_size"] == 1) is one} for one in (True, False))
+    if alone == {""} and together and "" not in together:
         # One GPU has no collective: its rows are the plain ones of any profile.
         first = next(name for name in order if name)
         order = [first, *(name for name in order if name not in ("", first))]
@@ -192,9 +192,12 @@ def _choose(plan: _Plan, rows: Iterable[Row]) -> _Choice:
 
 
 def _plainest(rows: Sequence[Row], most: int) -> list[Row]:
-    """The rows of so many conditions, those with the fewest further settings first."""
-    conditions = sorted({(r["extra"], r["label"]) for r in rows}, key=lambda c: int(c[0]))
-    return [r for r in rows if (r["extra"], r["label"]) in conditions[:most]]
+    """The rows of at most so many conditions: those of the commonest settings, of each further setting all or none."""
+    parts = grouped(sorted(rows, key=lambda r: (r["extra"], *condition_order(r))), ("label",))
+    extras = [part[0]["extra"] for part in parts]
+    fit = most if len(parts) <= most else extras.index(extras[most]) or most
+    kept = {part[0]["label"] for part in parts[:fit]}
+    return [r for r in rows if r["label"] in kept]
 
 
 def _titler(plan: _Plan, rows: Sequence[Row]) -> Callable[[Row], str]:
@@ -263,20 +266,14 @@ def _draw(plan: _Plan, choice: _Choice, width: float, empty: str) -> Figure:
     share: Any = {f"share{axis}": plan.share == axis for axis in "xy"}
     axes = list(figure.subplots(len(heights), across, squeeze=False, height_ratios=heights, **share).flat)
     later = [plan.draw(axis, part) for axis, part in zip(axes, parts, strict=False)]
-    names: set[str] = set()
     for index, (axis, title) in enumerate(zip(axes, titles, strict=False)):
         axis.set_title(title, loc="left")
         if index % across:
             axis.set_ylabel("")
-        names.add(axis.get_xlabel())
         if index + across < len(parts):
             axis.set_xlabel("")
     for axis in axes[len(parts) :]:
         axis.set_axis_off()
-    if across > 1 and len(names) == 1:  # said once: beside one another it would overlap in narrow panels
-        for axis in axes:
-            axis.set_xlabel("")
-        figure.supxlabel(names.pop(), fontsize="medium")
     _legend(figure, plan, choice.rows, width, axes[len(parts) :])
     for place in filter(None, later):
         layout: Any = figure.get_layout_engine()
@@ -324,19 +321,20 @@ def _handle(label: str, row: Row, bars: bool) -> Any:
 _RATE = "{label} {words}"
 _PLANS = (
     _Plan("speedup", "Speedup over autoregressive decoding, all prompts pooled, with 95% interval; dashed: no gain",
-          "speedup", panels.draw_speedup, _RATE, "No speedup can be stated: {why}", legend="bar settings", across=2),
+          "speedup", panels.draw_speedup, _RATE, "No speedup can be stated: {why}", legend="bar settings", across=2,
+          least_in=2.2),
     _Plan("decode", "Decode rate by prompt and method in tokens a second, with 95% interval",
           "decode_tok_s", panels.draw_prompts, "{prompt} {label} {words}", "No run was measured",
           pooled=False, legend="bars", across=2, least_in=2.2, conditions=MAX_BARS),
     _Plan("accept", "Accept length (bonus included) against tokens per verify step, all prompts pooled, with 95% "
           "interval",
-          "accept_length", panels.draw_by_verify("accept_length", 1.0), _RATE, "No speculative run was measured"),
+          "accept_length", panels.draw_by_verify("accept_length"), _RATE, "No speculative run was measured"),
     _Plan("step", "Milliseconds a step against tokens per verify step, all prompts pooled, with 95% interval; "
-          "dashed: autoregressive", "step_ms", panels.draw_by_verify("step_ms", 0.0), _RATE, "No run was measured"),
+          "dashed: autoregressive", "step_ms", panels.draw_by_verify("step_ms"), _RATE, "No run was measured"),
     _Plan("optimum", "Speedup over the tree budget, all prompts pooled: predicted by the two fitted curves, and "
           "measured with 95% interval", "optimum", panels.draw_optimum,
           "predicted best {predicted}, measured best {oracle} (an oracle: chosen on the prompts it is shown for)",
-          f"No optimum: that takes {ENOUGH} tree budgets and autoregressive decoding, on real weights"),
+          f"No optimum: that takes {ENOUGH} tree budgets and autoregressive decoding, on real weights", least_in=2.2),
     _Plan("histogram", "Accepted drafts in a verify step, all prompts pooled; the last, black bar is the whole block",
           "drafts_histogram", panels.draw_histogram,
           "the whole block in {full_block_share:.1%} of steps",

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Later = Callable[[], None]  # what can be placed only when the figure is laid out
-PATTERNS = ("", ".....", "xxxxx", "-----", "ooo", "+++++")
+PATTERNS = ("", ".....", "xxxxx", "---", "ooo", "+++++")
 FILLS: Any = ("full", "left", "right", "top", "bottom", "none")
 DASHES: Any = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)))
 MAX_EXTRAS = len(PATTERNS)
@@ -112,12 +112,10 @@ def _point(axis: Axes, x: float, row: Row, key: str, **more: Any) -> None:
         axis.plot(x, row[key], **MEASURED)
 
 
-def _finish(
-    axis: Axes, key: str, values: Iterable[float], bottom: float = 0.0, *, label: str = "", room: float = 1.12
-) -> None:
-    """Label, and an axis from `bottom` to some room above the highest value of the panels that share it."""
+def _finish(axis: Axes, key: str, values: Iterable[float], *, label: str = "", room: float = 1.12) -> None:
+    """Label, and an axis from 0 to some room above the highest value of the panels that share it."""
     axis.set_ylabel(label or METRICS[key].axis)
-    axis.set_ylim(bottom, max(axis.get_ylim()[1], bottom + room * (max(values) - bottom)))
+    axis.set_ylim(0, max(axis.get_ylim()[1], room * max(values)))
 
 
 def _name_bars(axis: Axes, names: Sequence[str]) -> None:
@@ -153,7 +151,7 @@ def draw_prompts(axis: Axes, rows: Sequence[Row]) -> None:
     _finish(axis, "decode_tok_s", [_top(row, "decode_tok_s") for row in rows])
 
 
-def draw_by_verify(key: str, bottom: float) -> Callable[[Axes, Sequence[Row]], None]:
+def draw_by_verify(key: str) -> Callable[[Axes, Sequence[Row]], None]:
     """`key` against tokens a step: points with the fitted curve and both optima; autoregressive rows as lines."""
 
     def draw(axis: Axes, rows: Sequence[Row]) -> None:
@@ -167,7 +165,7 @@ def draw_by_verify(key: str, bottom: float) -> Callable[[Axes, Sequence[Row]], N
             axis.axhline(row[key], color=AUTO, linestyle=DASHES[row["extra"] + 1], linewidth=1)
             _point(axis, 0.05 + 0.07 * i, row, key, transform=axis.get_yaxis_transform())
         _name_steps(axis, sorted({r["verify_tokens"] for r in drafted}))
-        _finish(axis, key, [_top(row, key) for row in rows], bottom)
+        _finish(axis, key, [_top(row, key) for row in rows])
 
     return draw
 
@@ -178,7 +176,7 @@ def _name_steps(axis: Axes, steps: Sequence[int]) -> None:
     ticks = [t for i, t in enumerate(steps) if not i or t / steps[i - 1] > 1.15]
     axis.set_xticks(ticks, [str(t) for t in ticks])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("Tokens per verify step (1 + nodes)")
+    axis.set_xlabel("Tokens per verify step (1 + nodes)" if panel_points(axis) > 170 else "Verify tokens")
     if steps:  # room at the left for the autoregressive markers
         axis.set_xlim(steps[0] / 2**0.7, steps[-1] * 2**0.4)
 
@@ -216,7 +214,7 @@ def draw_optimum(axis: Axes, rows: Sequence[Row]) -> None:
     budgets = sorted({row["tree_budget"] for row in rows})
     _name_steps(axis, budgets)
     axis.set_xlim(budgets[0] / 2**0.3, budgets[-1] * 2**0.3)
-    axis.set_xlabel("Tree budget (nodes beside the root)")
+    axis.set_xlabel("Tree budget (nodes)")
     axis.axhline(1, color=INK, linewidth=0.8, linestyle="--")
     if len(told) == 1:  # speedups start at 0, so there is room below one curve, and for one setting's words
         back: Any = {"fc": "white", "ec": "none", "pad": 1}

@@ -171,13 +171,16 @@ def test_points_are_named_by_concurrency_and_labels_never_overlap(variants: pd.D
             assert not [a for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
 
 
-def test_an_ab_line_states_its_verdict(variants: pd.DataFrame, tmp_path: Path) -> None:
-    ab = compare.build_ab(variants)
-    drawn = figures.build_figures(variants, compare.build_scaling(variants), ab, tmp_path)["ab"]
-    row = next(r for r in frames.rows_of(ab) if r["prompt"] == "all" and r["b"] == "pcie" and r["method"] == "auto")
+def test_an_ab_line_states_its_verdict(variants: pd.DataFrame) -> None:
+    rows = frames.rows_of(compare.build_ab(variants))
+    row = next(r for r in rows if r["prompt"] == "all" and r["b"] == "pcie" and r["method"] == "auto")
+    known = figures._mark_extras(rows, figures._name_extras(frames.rows_of(variants)))
+    choice = figures._choose(plan_of("ab"), [{**r, "sides": panels.format_sides(r)} for r in known])
     told = f"NCCL pcie against none: autoregressive {row['difference']:+.1%}"
-    assert told in drawn.alt
-    assert row["difference_note"] in drawn.alt
+    assert told in figures._alt(plan_of("ab"), choice)
+    texts = " ".join(text.get_text() for text in figures._draw(plan_of("ab"), choice, 3.4, "").axes[0].texts)
+    assert row["difference_note"] in texts
+    assert "NCCL pcie against none: autoregressive" in texts
 
 
 def test_too_many_workloads_and_conditions_are_left_out_and_counted(variants: pd.DataFrame) -> None:
@@ -188,9 +191,10 @@ def test_too_many_workloads_and_conditions_are_left_out_and_counted(variants: pd
     assert choice.note == ". Shown: 1 at once; the tables have the rest"
     crowd = [{**r, "prompt": f"p{i}"} for r in rows for i in range(8) if r["prompt"] == "fib"]
     bars = figures._choose(plan_of("decode"), crowd)
-    assert len({r["label"] for r in bars.rows}) == figures.MAX_BARS // 8
-    assert "Left out for want of room: 10 conditions" in bars.note
-    assert {r["extra"] for r in bars.rows} == {0, 1}
+    # Six fit, and there are four methods under each of four settings: those of the plain one, and no half of another.
+    assert {r["extra"] for r in bars.rows} == {0}
+    assert len({r["label"] for r in bars.rows}) == 4
+    assert "Left out for want of room: 12 conditions" in bars.note
 
 
 def test_histogram_ticks_are_whole_and_end_at_the_block(variants: pd.DataFrame) -> None:
@@ -210,3 +214,6 @@ def test_one_gpu_is_plain_beside_profiles() -> None:
         "NCCL pcie": (0, "NCCL pcie (TP 1: none)"),
         "NCCL production": (1, "NCCL production"),
     }
+    # Where TP 1 was measured alone, a variant there is no profile.
+    alone = [row, {**row, "label": "autoregressive, slow"}]
+    assert figures._name_extras(alone) == {"": (0, ""), "slow": (1, "slow")}
