@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import benchlib
 from benchlib import bandwidth_probe
+from benchlib.bandwidth_probe import Bandwidth
 from benchlib.ceilings import floor_ms, floor_tok_s, measure_bandwidth, probe_devices, step_bytes
 from benchlib.errors import UnavailableError
 
@@ -182,3 +183,11 @@ def test_without_torch_or_cuda_the_probe_says_so(monkeypatch: pytest.MonkeyPatch
     blind = SimpleNamespace(__version__="2.0", cuda=SimpleNamespace(is_available=lambda: False))
     monkeypatch.setitem(sys.modules, "torch", blind)
     assert str(bandwidth_probe.main([])).startswith("torch 2.0 sees no CUDA device; ")
+
+
+def test_products_timed_where_they_did_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a second GPU whose graph ran on the first: nothing is 48 times as fast as the memory it reads."""
+    pytest.importorskip("torch")
+    found = Bandwidth("NVIDIA H200", "GPU-2", 20, 4220.0, 22.0, 4452.0, 20.0, 213227.0, 32319.0)
+    monkeypatch.setattr(bandwidth_probe, "_probe", lambda *_: found)
+    assert "products on GPU-2 read 213227 GB/s, its memory 4452" in str(bandwidth_probe.main(["--cpu"]))
