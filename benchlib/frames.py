@@ -29,7 +29,8 @@ from benchlib.telemetry import TelemetryRecord, counter_energy_j, energy_j, load
 
 __all__ = [
     *("ALL", "CELL_FIELDS", "CONDITION_FIELDS", "METHOD_FIELDS", "Campaign", "LoadedRun", "build_cells"),
-    *("build_failures", "build_provenance", "build_requests", "build_rounds", "build_warnings", "condition_of"),
+    *("build_failures", "build_provenance", "build_requests", "build_rounds", "build_warnings", "condense_warnings"),
+    "condition_of",
     *("condition_label", "device_label", "find_file", "find_folder", "grouped", "load_campaign", "load_campaigns"),
     *("DETECTION", "build_detection", "load_run", "method_label", "rows_of"),
 ]
@@ -218,6 +219,17 @@ def build_warnings(campaigns: Iterable[Campaign]) -> pd.DataFrame:
         rows += [(run.name, w, "{} {} x{}".format(*_cell_of(cell))) for cell in run.record.cells for w in cell.warnings]
     found = pd.DataFrame(rows, columns=["run", "warning", "cells"]).groupby(["run", "warning"], sort=False)
     return found["cells"].agg(", ".join).reset_index()[["run", "cells", "warning"]]
+
+
+def condense_warnings(found: pd.DataFrame) -> pd.DataFrame:
+    """One row a kind: columns `warning` (its code), `where`, `text`; of several texts the first, as an example."""
+    rows = []
+    for kind in grouped(rows_of(found), lambda row: row["warning"].partition(":")[0]):
+        runs, texts = (list(dict.fromkeys(row[key] for row in kind)) for key in ("run", "warning"))
+        code, _, text = texts[0].partition(": ")
+        example = f"{runs[0]}, {kind[0]['cells']}: {text}" if len(texts) > 1 else text
+        rows.append((code, runs[0] if len(runs) == 1 else f"{len(runs)} runs", example))
+    return pd.DataFrame(rows, columns=["warning", "where", "text"])
 
 
 def build_failures(campaigns: Iterable[Campaign]) -> pd.DataFrame:

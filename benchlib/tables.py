@@ -182,7 +182,8 @@ def _scaling_table(rows: Sequence[Row], notes: tuple[str, ...]) -> Table:
 def _optimum_table(rows: Sequence[Row], source: str) -> Table:
     columns = _texts("TP and workload", "Predicted best", "Speedup there", "Largest error", "Measured best", "Speedup")
     body: list[str | tuple[Cell, ...]] = []
-    for group in grouped((r for r in rows if r["prompt"] == ALL and r["status"] == "ok"), group_of):
+    pooled = (r for r in rows if r["prompt"] == ALL and r["status"] == "ok")
+    for group in grouped(pooled, lambda r: (*group_of(r), *(r[axis] for axis in AB_AXES))):
         points, auto_ms = budget_points(group)
         measured = [r for r in group if r["method"] == "ddtree" and r["speedup"] is not None]
         if not measured or auto_ms is None or len(points) < ENOUGH:
@@ -193,7 +194,8 @@ def _optimum_table(rows: Sequence[Row], source: str) -> Table:
         edge = " (edge)" if found.at_edge else ""
         oracle = (f"b{best['tree_budget']} (oracle)", f"{best['speedup']:.2f} ×")
         cells = (f"b{found.budget}{edge}", f"{found.speedup:.2f} ×", error, *oracle)
-        body.append(_text_row(group_heading(group[0]), *cells))
+        settings = [str(group[0][axis]) for axis, (_, default) in AB_AXES.items() if group[0][axis] != default]
+        body.append(_text_row(" · ".join([group_heading(group[0]), *settings]), *cells))
     caption = "The best tree budget, as two curves predict it and as it was measured"
     empty = f"Three budgets and autoregressive decoding on real weights are needed: fewer than {ENOUGH} were measured."
     return Table("optimum", caption, columns, tuple(body) or (empty,), (_OPTIMUM_NOTE, source))

@@ -32,6 +32,9 @@ _TEX = {
     **{"—": "---", "–": "--", "’": "'", "“": "``", "”": "''", "\n": " "},
 }
 MAX_DECIMALS = 3
+BREAK_FROM = 60  # characters of a text that is broken into lines
+# Notes are set as wide as their table. Below a table narrower than so many characters they would be a tower.
+NARROW, STRETCHED = 72, r"0.62\linewidth"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,18 @@ class Table:
         """A `table` environment for `\\input`, given PREAMBLE; every text in it is escaped."""
         decimals = self._decimals()
         notes = [rf"\item {escape_tex(note)}" for note in self.notes]
+        columns = f"{self._tex_columns(decimals)}@{{}}"
+        begin, end = rf"\begin{{tabular}}{{@{{}}{columns}}}", r"\end{tabular}"
+        if self._characters() < NARROW < max(map(len, self.notes), default=0):
+            begin = rf"\begin{{tabular*}}{{{STRETCHED}}}{{@{{\extracolsep{{\fill}}}}{columns}}}"
+            end = r"\end{tabular*}"
         if notes:
             notes = [r"\begin{tablenotes}[flushleft]\footnotesize", *notes, r"\end{tablenotes}"]
         lines = [
             *(r"\begin{table}[htbp]", r"\centering\footnotesize\setlength{\tabcolsep}{4pt}"),
             *(r"\begin{threeparttable}", rf"\caption{{{escape_tex(self.caption)}}}\label{{tab:{self.name}}}"),
-            *(rf"\begin{{tabular}}{{@{{}}{self._tex_columns(decimals)}@{{}}}}", r"\toprule", *self._tex_heads()),
-            *(r"\midrule", *(self._tex_row(row, decimals) for row in self.rows), r"\bottomrule", r"\end{tabular}"),
+            *(begin, r"\toprule", *self._tex_heads()),
+            *(r"\midrule", *(self._tex_row(row, decimals) for row in self.rows), r"\bottomrule", end),
             *(*notes, r"\end{threeparttable}", r"\end{table}", ""),
         ]
         return "\n".join(lines)
@@ -128,12 +136,21 @@ class Table:
         for index, column in enumerate(self.columns):
             parts = [cell.digits(decimals[index]) for cell in self._cells(index) if cell.value is not None]
             if column.kind == "text" or not parts:
-                specs.append(r"p{9cm}" if self.wrap and index == longest.index(max(longest)) else "l")
+                broken = self.wrap and index == longest.index(max(longest)) and longest[index] > BREAK_FROM
+                specs.append(r"p{9cm}" if broken else "l")
                 continue
             width = max(len(value.partition(".")[0]) for value, _ in parts)
             digits = max(len(error) for _, error in parts)
             specs.append(f"S[table-format={width}.{decimals[index]}{f'({digits})' if digits else ''}]")
         return "".join(specs)
+
+    def _characters(self) -> int:
+        """About how wide it is set: its columns' longest texts, or a heading across them."""
+        texts = [
+            [c.head, c.unit, *(cell.text or "0000 ± 00" for cell in self._cells(i))] for i, c in enumerate(self.columns)
+        ]
+        headings = [len(row) for row in self.rows if isinstance(row, str)]
+        return max(sum(max(map(len, column)) + 2 for column in texts), *headings, 0)
 
     def _tex_heads(self) -> Iterable[str]:
         if any(column.group for column in self.columns):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from benchlib import frames
@@ -188,3 +189,19 @@ def test_warnings_of_cells_and_run_are_joined() -> None:
     rows = frames.rows_of(frames.build_warnings([campaign]))
     assert [r["warning"] for r in rows] == ["machine-busy: very", "high-spread: much"]
     assert rows[1]["cells"] == "fib 256 x1, qsort 256 x1, arith 256 x1, json 256 x1"
+
+
+def test_warnings_are_condensed_to_one_row_a_kind() -> None:
+    found = pd.DataFrame(
+        [
+            ("tp1-auto", "fib 96 x1", "high-spread: 9%. Raise repeats."),
+            ("tp1-b16", "fib 96 x1", "high-spread: 8%. Raise repeats."),
+            ("tp1-auto", "whole run", "attached: the server was started elsewhere."),
+        ],
+        columns=["run", "cells", "warning"],
+    )
+    assert frames.rows_of(frames.condense_warnings(found)) == [
+        {"warning": "high-spread", "where": "2 runs", "text": "tp1-auto, fib 96 x1: 9%. Raise repeats."},
+        {"warning": "attached", "where": "tp1-auto", "text": "the server was started elsewhere."},
+    ]
+    assert frames.condense_warnings(found.iloc[:0]).empty

@@ -356,3 +356,36 @@ def test_starts_needed_come_from_the_campaigns_own_spread(campaign: Path, tmp_pa
     sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(), starts=3)
     ((name, (sd, df)),) = compare.start_spreads(synthetic.save_campaign(tmp_path, sweep)).items()
     assert (name.endswith("1 at once"), 0 < sd < 0.2, df) == (True, True, 4)
+
+
+def test_the_optimum_of_each_setting_is_its_own(tmp_path: Path) -> None:
+    """Two NCCL profiles are two machines: no curve runs through the points of both."""
+    sweep = synthetic.build_sweep(
+        engine="sglang", tp_size=(4,), tree_budgets=(15, 16, 32, 64), nccl_profiles=("none", "pcie"),
+        engines={"sglang": {"model_path": "m"}},
+    )  # fmt: skip
+    rows = build(synthetic.save_campaign(tmp_path, sweep))[2]["optimum"].rows
+    assert [row[0].text for row in rows if not isinstance(row, str)] == [
+        "TP 4 · 96 new tokens · 1 request at once", "TP 4 · 96 new tokens · 1 request at once · pcie",
+    ]  # fmt: skip
+
+
+def test_a_narrow_table_with_long_notes_is_stretched() -> None:
+    columns = (Column("Method", kind="text"), Column("Step", "ms"))
+    rows = ((Cell(text="a"), Cell(1.0)),)
+    note = "A sentence that is much longer than the table is wide, so that it would stand below it as a tower of words."
+    assert (
+        r"\begin{tabular*}{0.62\linewidth}{@{\extracolsep{\fill}}l"
+        in Table("t", "C", columns, rows, (note,)).to_latex()
+    )
+    assert r"\end{tabular*}" in Table("t", "C", columns, rows, (note,)).to_latex()
+    assert "tabular*" not in Table("t", "C", columns, rows, ("Short.",)).to_latex()
+    wide = ((Cell(text="a" * 80), Cell(1.0)),)
+    assert "tabular*" not in Table("t", "C", columns, wide, (note,)).to_latex()
+
+
+def test_only_long_texts_are_broken() -> None:
+    columns = (Column("Run", kind="text"), Column("Reason", kind="text"))
+    for text, broken in (("short", False), ("a reason of very many words " * 4, True)):
+        table = Table("t", "C", columns, ((Cell(text="a"), Cell(text=text)),), wrap=True)
+        assert ("p{9cm}" in table.to_latex()) is broken

@@ -25,7 +25,8 @@ def main() -> None:
     for trial in run_trials():
         print(trial, flush=True)  # noqa: T201
         trials.append(trial)
-    made = {"made_at": datetime.now().astimezone().isoformat(timespec="seconds"), "git": read_git(Path(__file__).parent)}
+    git = read_git(Path(__file__).parent)
+    made = {"made_at": datetime.now().astimezone().isoformat(timespec="seconds"), "git": git}
     write_atomic(out, json.dumps({**made, "trials": trials}, indent=1).encode() + b"\n")
 
 
