@@ -89,7 +89,7 @@ def build_report(paths: Sequence[Path], out: Path, *, full_provenance: bool = Fa
 
 
 def build_page(notebook: Path, campaigns: Sequence[str], *, full: bool = False) -> str:
-    """The HTML of an executed `04_report.ipynb`; ReportError when it holds an address, `full`: when it loads from one."""
+    """The HTML of an executed `04_report.ipynb`; ReportError when it holds an address, or, `full`, loads from one."""
     import nbformat
     from nbconvert.exporters import HTMLExporter
 
