@@ -33,7 +33,7 @@ _TEX = {
 }
 MAX_DECIMALS = 3
 BREAK_FROM = 60  # characters of a text that is broken into lines
-# Notes are set as wide as their table. Below a table narrower than so many characters they would be a tower.
+# Caption and notes are set as wide as their table. With one narrower than so many characters they would be a tower.
 NARROW, STRETCHED = 72, r"0.62\linewidth"
 
 
@@ -80,7 +80,8 @@ class Table:
         notes = [rf"\item {escape_tex(note)}" for note in self.notes]
         columns = f"{self._tex_columns(decimals)}@{{}}"
         begin, end = rf"\begin{{tabular}}{{@{{}}{columns}}}", r"\end{tabular}"
-        if self._characters() < NARROW < max(map(len, self.notes), default=0):
+        narrow = self._characters() < NARROW
+        if narrow and (len(self.caption) > self._characters() or any(len(note) > NARROW for note in self.notes)):
             begin = rf"\begin{{tabular*}}{{{STRETCHED}}}{{@{{\extracolsep{{\fill}}}}{columns}}}"
             end = r"\end{tabular*}"
         if notes:
