@@ -10,6 +10,7 @@ import base64
 import html
 import io
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +28,7 @@ from matplotlib.figure import Figure
 
 from benchlib.record import write_atomic
 
-__all__ = ["AUTO", "INK", "WIDTHS_IN", "Drawing", "method_style", "save_figure"]
+__all__ = ["AUTO", "INK", "WIDTHS_IN", "Drawing", "draw_sentence", "method_style", "save_figure"]
 
 WIDTHS_IN = {"": 6.9, "-1col": 3.4}  # by the file name's ending: two columns, one column
 DPI = 200
@@ -114,3 +115,12 @@ def save_figure(name: str, caption: str, shows: str, draw: Callable[[float], Fig
             png.print_png(f"{stem}{ending}.png", metadata={"Software": None})
     alt = f"{caption}: {shows}."
     return Drawing(name, caption, alt, *(Path(f"{stem}{end}") for end in (".png", "-1col.png", ".pdf")))
+
+
+def draw_sentence(width_in: float, text: str) -> Figure:
+    """A low figure that says why there is none."""
+    figure = Figure(figsize=(width_in, 0.4), layout="constrained")
+    axis = figure.subplots()
+    axis.set_axis_off()
+    axis.text(0.5, 0.5, textwrap.fill(text, int(17 * width_in)), ha="center", va="center", color=AUTO)
+    return figure

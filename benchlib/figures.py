@@ -7,7 +7,6 @@ a figure would have too many panels it shows the lowest concurrency and the firs
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from matplotlib.patches import Patch
 
 from benchlib import panels
 from benchlib.compare import BASELINE
-from benchlib.drawing import AUTO, WIDTHS_IN, Drawing, method_style, save_figure
+from benchlib.drawing import WIDTHS_IN, Drawing, draw_sentence, method_style, save_figure
 from benchlib.errors import ReportError
 from benchlib.frames import ALL, Row, grouped, method_label, rows_of
 from benchlib.optimum import ENOUGH, budget_points, predict_optimum
@@ -249,11 +248,7 @@ def _words(row: Row, key: str) -> str:
 
 def _draw(plan: _Plan, choice: _Choice, width: float, empty: str) -> Figure:
     if not choice.rows:
-        figure = Figure(figsize=(width, 0.4), layout="constrained")
-        axis = figure.subplots()
-        axis.set_axis_off()
-        axis.text(0.5, 0.5, textwrap.fill(empty, int(17 * width)), ha="center", va="center", color=AUTO)
-        return figure
+        return draw_sentence(width, empty)
     narrow = width < WIDTHS_IN[""]
     titles = list(dict.fromkeys(choice.titles))
     parts = [[r for r, t in zip(choice.rows, choice.titles, strict=True) if t == title] for title in titles]

@@ -21,6 +21,7 @@ import pandas as pd
 
 from benchlib import metrics
 from benchlib.ceilings import Bandwidth, load_bandwidth
+from benchlib.draft_tree import DraftTree, load_draft_tree
 from benchlib.errors import RecordError
 from benchlib.losslessness import not_lossless
 from benchlib.record import RequestRecord, RunRecord, load_record, load_requests
@@ -70,6 +71,7 @@ class LoadedRun:
     record: RunRecord
     requests: Sequence[RequestRecord] = field(repr=False)
     telemetry: TelemetryRecord | None = field(default=None, repr=False)
+    draft_tree: DraftTree | None = field(default=None, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -136,7 +138,15 @@ def load_run(path: Path | str) -> LoadedRun:
     folder = find_folder(path)
     record = load_record(folder)
     requests = load_requests(folder) if record.requests_sha256 is not None else []
-    return LoadedRun(folder.parent.name, folder.name, record, requests, load_telemetry(folder))
+    return LoadedRun(folder.parent.name, folder.name, record, requests, load_telemetry(folder), _drawn_tree(folder))
+
+
+def _drawn_tree(folder: Path) -> DraftTree | None:
+    """None where it is broken, too: no figure of the run rests on this picture."""
+    try:
+        return load_draft_tree(folder)
+    except RecordError:
+        return None
 
 
 def _struck(folder: Path, runs: Sequence[LoadedRun]) -> dict[str, str]:

@@ -22,16 +22,16 @@ from matplotlib.patches import FancyBboxPatch, Patch, PathPatch, Rectangle
 from matplotlib.path import Path as Curve
 
 from benchlib.draft_tree import DraftTree
-from benchlib.drawing import Drawing, method_style, save_figure
+from benchlib.drawing import Drawing, draw_sentence, method_style, save_figure
 from benchlib.errors import PlacementError
-from benchlib.frames import LoadedRun, condition_label, condition_of, load_run
+from benchlib.frames import Campaign, LoadedRun, condition_label, condition_of, load_run
 from benchlib.metrics import ttft_s
 from benchlib.placement import format_devices
 from benchlib.record import RequestRecord
 from benchlib.telemetry import SLOWING_REASONS, Sample
 from benchlib.topology import Gpu, Topology
 
-__all__ = ["draw_ticks", "draw_timeline", "draw_topology", "draw_tree", "format_run"]
+__all__ = ["draw_moments", "draw_ticks", "draw_timeline", "draw_topology", "draw_tree", "format_run"]
 
 NARROW_IN = 5.0  # below this a figure is one column wide
 INK, GREY, PALE, ORANGE, BLUE = "#222222", "#6E6E6E", "#EDEDED", "#F2B134", "#0072B2"
@@ -143,6 +143,28 @@ def draw_tree(tree: DraftTree, *, folder: Path, name: str = "tree") -> Drawing:
         return _draw_tree(width, tree, kept, down=narrow)
 
     return save_figure(name, caption, _say_tree(tree), draw, folder)
+
+
+def draw_moments(campaigns: Iterable[Campaign], folder: Path) -> dict[str, Drawing]:
+    """For a report, `tree` and `timeline`: the first tree that a run kept, and a run of most GPUs, telemetry first.
+
+    Where there is none, a figure that says so: documents can always include both.
+    """
+    runs = [run for campaign in campaigns for run in campaign.runs if run.ok]
+    trees = [run.draft_tree for run in runs if run.draft_tree is not None and run.record.spec.method == "ddtree"]
+    runs.sort(key=lambda run: (run.telemetry is not None, run.record.spec.tp_size), reverse=True)
+    tree, timeline = "One round's draft tree", "Time line of a run"
+    no_tree = "No run kept a draft tree: its engine does not tell"
+    return {
+        "tree": draw_tree(trees[0], folder=folder) if trees else _draw_nothing("tree", tree, no_tree, folder),
+        "timeline": draw_timeline(runs[0], folder=folder)
+        if runs
+        else _draw_nothing("timeline", timeline, "No run was finished", folder),
+    }
+
+
+def _draw_nothing(name: str, caption: str, why: str, folder: Path) -> Drawing:
+    return save_figure(name, caption, why, lambda width: draw_sentence(width, why), folder)
 
 
 # --- the machine

@@ -75,7 +75,7 @@ def test_page_is_self_contained_and_starts_with_the_result(made: report.ReportRe
     sources = [v for _, a in outline.tags for k, v in a.items() if k in {"src", "href", "srcset"}]
     assert all(v is not None and v.startswith(("#", "data:image/png")) for v in sources)
     images = [a for tag, a in outline.tags if tag == "img"]
-    assert len(images) == 9
+    assert len(images) == 11
     assert all(len(a.get("alt") or "") > 40 for a in images)
     order = [text.index(mark) for mark in ('class="headline"', 'id="fig-speedup"', 'id="tab-main"', 'id="fig-decode"')]
     assert order == sorted(order)

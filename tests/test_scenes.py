@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from benchlib import scenes
-from benchlib.draft_tree import DraftTree
+from benchlib import frames, scenes
+from benchlib.draft_tree import DraftTree, save_draft_tree
 from benchlib.drawing import Drawing
 from benchlib.errors import PlacementError, RecordError
 from benchlib.frames import LoadedRun
@@ -279,3 +279,18 @@ def test_a_runs_folder_is_read_with_its_telemetry(drawn: dict[str, list[Figure]]
     assert [len(figure.axes) for figure in drawn["timeline"]] == [3, 3]
     assert "72 requests, 18 of them warm-ups, 0 failed" in drawing.alt
     assert "random weights" in drawing.alt
+
+
+def test_a_reports_moments_are_of_what_there_is(tmp_path: Path) -> None:
+    """A tree where a run kept one, else a sentence; the run of most GPUs, one with telemetry before all others."""
+    path = synthetic.save_campaign(tmp_path, synthetic.build_sweep(tree_budgets=(16,)))
+    plain = scenes.draw_moments(frames.load_campaigns([path]), tmp_path / "plain")
+    assert plain["tree"].alt.endswith("No run kept a draft tree: its engine does not tell.")
+    assert plain["timeline"].caption.startswith("Time line of tp2-")
+    save_draft_tree(path / "tp1-b16", DraftTree.model_validate(TREE))
+    with_tree = scenes.draw_moments(frames.load_campaigns([path]), tmp_path / "tree")["tree"]
+    assert with_tree.caption.startswith(f"Draft tree of {TREE['prompt']}, verify step {TREE['step']}")
+    (path / "tp1-b16" / "draft_tree.json").write_text("{")
+    assert "No run kept" in scenes.draw_moments(frames.load_campaigns([path]), tmp_path / "broken")["tree"].alt
+    nothing = scenes.draw_moments([frames.Campaign("c", ())], tmp_path / "nothing")
+    assert nothing["timeline"].alt.endswith("No run was finished.")
