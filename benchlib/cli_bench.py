@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,29 +40,35 @@ def bench(
     if asked < streams:
         raise SpecError(f"--requests {asked} leaves streams idle: give at least --streams, {streams}")
     found = dataclasses.asdict(run_bench(url, streams=streams, requests=asked, new_tokens=new_tokens))
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-    else:
-        error, counted = found.pop("error"), found.pop("tokens_counted_by")
-        shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in found.items()}
-        typer.echo("\n".join(f"{key:<24} {value}" for key, value in shown.items() if value is not None))
-        limit = _server_limit(url)
-        queued = f"the server runs {limit} requests at once: with {streams} streams this measured its queue"
-        if limit and streams > limit:
-            typer.echo(queued)
-        for note in (counted and COUNTED[counted], error and f"{found['failed']} failed, the first with: {error}"):
-            if note:
-                typer.echo(note)
+    limit = _server_limit(url)
+    if limit is not None and streams > limit:
+        found["note"] = f"the server runs {limit} requests at once: with {streams} streams this measured its queue"
+    typer.echo(json.dumps(found, indent=1) if as_json else _format_bench(found))
     raise typer.Exit(1 if found["failed"] == found["requests"] else 0)
 
 
+def _format_bench(found: dict[str, Any]) -> str:
+    """A line a figure that there is, then sentences: a queue, who counted, the first failure."""
+    words = {"note", "error", "tokens_counted_by"}
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in found.items()}
+    lines = [f"{key:<24} {value}" for key, value in shown.items() if value is not None and key not in words]
+    counted, error = found["tokens_counted_by"], found["error"]
+    failed = error and f"{found['failed']} failed, the first with: {error}"
+    return "\n".join([*lines, *filter(None, (found.get("note"), counted and COUNTED[counted], failed))])
+
+
 def _server_limit(url: str) -> int | None:
-    """How many requests an SGLang server runs at once; None where it does not tell."""
+    """How many requests an SGLang server runs at once, over all its replicas; None where it does not tell."""
     from benchlib.client import get_json
 
     try:
         info = get_json(f"{url.rstrip('/')}/server_info")
     except RequestError:
         return None
-    limit = (info.get("internal_states") or [{}])[0].get("effective_max_running_requests_per_dp")
-    return limit if isinstance(limit, int) else info.get("max_running_requests")
+    states, replicas = info.get("internal_states"), info.get("dp_size")
+    state = states[0] if isinstance(states, list) and states else None
+    each = state.get("effective_max_running_requests_per_dp") if isinstance(state, dict) else None
+    if type(each) is int:  # and no bool
+        return each * (replicas if type(replicas) is int and replicas > 1 else 1)
+    total = info.get("max_running_requests")
+    return total if type(total) is int else None

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from benchlib.cli_bench import app
+from benchlib.cli_bench import _server_limit, app
 from benchlib.client import closed_loop, run_async
 from benchlib.clock import Bench, Reply, _quantile, _summary, read_reply, run_bench, self_check
 from benchlib.errors import RequestError
@@ -242,6 +242,33 @@ def test_a_queue_is_told_from_a_measurement(serve: Serve) -> None:
     """The fake server runs as many requests at once as it was told to."""
     url = serve("--max-running-requests", "2")
     options = ["--new-tokens", "4", "--streams"]
-    queued = CliRunner().invoke(app, [url, *options, "3"]).stdout
-    assert "the server runs 2 requests at once: with 3 streams this measured its queue" in queued
-    assert "queue" not in CliRunner().invoke(app, [url, *options, "2"]).stdout
+    note = "the server runs 2 requests at once: with 3 streams this measured its queue"
+    run = CliRunner().invoke
+    assert note in run(app, [url, *options, "3"]).stdout
+    assert "queue" not in run(app, [url, *options, "2"]).stdout
+    told = json.loads(run(app, [url, *options, "3", "--json"]).stdout)
+    assert told.pop("note") == note
+    assert set(told) == {field.name for field in dataclasses.fields(Bench)}
+    assert "note" not in json.loads(run(app, [url, *options, "2", "--json"]).stdout)
+
+
+@pytest.mark.parametrize(
+    ("info", "limit"),
+    [
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 6}], "max_running_requests": 8}, 6),
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 6}], "dp_size": 4}, 24),
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 6}], "dp_size": "4"}, 6),
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 6}], "dp_size": 0}, 6),
+        ({"internal_states": [{}], "max_running_requests": 8, "dp_size": 4}, 8),  # of all replicas already
+        ({"internal_states": {"effective_max_running_requests_per_dp": 6}}, None),
+        ({"internal_states": [3], "max_running_requests": 8}, 8),
+        ({"internal_states": [], "max_running_requests": "8"}, None),
+        ({"internal_states": None, "max_running_requests": True}, None),
+        ({}, None),
+    ],
+)
+def test_a_servers_limit_is_a_number_or_unknown(
+    monkeypatch: pytest.MonkeyPatch, info: dict[str, Any], limit: int | None
+) -> None:
+    monkeypatch.setattr("benchlib.client.get_json", lambda url: info)
+    assert _server_limit("http://server") == limit
