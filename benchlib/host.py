@@ -333,14 +333,16 @@ def _check_mount(machine: Machine, role: str, files: ModelFiles) -> Check:
 
 
 def _check_shape(spec: RunSpec, role: str, files: ModelFiles) -> Check:
-    length = flag_value(spec, "--context-length")
-    tokens = RANDOM_PROMPT_TOKENS + max(spec.workload.max_new_tokens)
+    length, drawn = flag_value(spec, "--context-length"), spec.workload.prompt_set == "random-ids"
+    # How many tokens a text has is known to the tokenizer alone: at least one.
+    tokens = (RANDOM_PROMPT_TOKENS if drawn else 1) + max(spec.workload.max_new_tokens)
     faults = shape_problems(
         files.config or {}, tp_size=spec.tp_size, tokens=tokens, context=int(length) if length.isdecimal() else None
     )
     fault = f"{spec.run_name}: {'; '.join(faults)}" if faults else ""
+    fine = f"TP {spec.tp_size} and {'' if drawn else 'at least '}{tokens} tokens fit"
     remedy = "Take another tp_size, fewer max_new_tokens, or a longer --context-length"
-    return _either(f"{role} shape", fault, f"TP {spec.tp_size} and {tokens} tokens fit", remedy, "fail")
+    return _either(f"{role} shape", fault, fine, remedy, "fail")
 
 
 def _check_fit(run: _Run, models: Mapping[str, ModelFiles]) -> Check:

@@ -17,6 +17,7 @@ from typing import Any
 __all__ = ["MemoryNeed", "ModelFiles", "download_command", "is_hub_id", "memory_need", "read_model", "shape_problems"]
 
 LAYERS = ("full_attention", "linear_attention", "sliding_attention")
+HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 INDEX = "model.safetensors.index.json"
 COPYING = (".incomplete", ".aria2", ".part")
 
@@ -127,18 +128,31 @@ def _read_shard(path: Path, tensors: set[str]) -> int:
 def shape_problems(config: Mapping[str, Any], *, tp_size: int, tokens: int, context: int | None) -> tuple[str, ...]:
     """Why SGLang cannot split the model over `tp_size` ranks, or hold `tokens` of one request; empty where it can.
 
-    `context` is the length asked for on the command line, else the model's own counts. Unknown keys say nothing.
+    `context` is the length asked for on the command line, else the model's own counts, unless a factor of its rotary
+    embedding may stretch it. Unknown keys say nothing.
     """
     text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        return ()
+    # type() rather than isinstance(): a bool is an int, too.
+    counts = {name: count for name in HEADS if type(count := text.get(name)) is int and count > 0}
+    shared = counts.pop("num_key_value_heads", 1)  # ranks may share one
     found = [
-        f"{name} is {count}, which TP {tp_size} does not divide"
-        for name in ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
-        if isinstance(count := text.get(name), int) and count % tp_size
+        f"{name} is {count}, which TP {tp_size} does not divide" for name, count in counts.items() if count % tp_size
     ]
-    limit = context or text.get("max_position_embeddings")
-    if isinstance(limit, int) and tokens > limit:
-        found.append(f"the context is {limit} tokens, the longest output with its prompt may need {tokens}")
+    if max(shared, tp_size) % min(shared, tp_size):
+        found.append(f"num_key_value_heads is {shared}: neither it nor TP {tp_size} divides the other")
+    limit = context or (None if _is_stretched(text) else text.get("max_position_embeddings"))
+    if type(limit) is int and tokens > limit:
+        found.append(f"the context is {limit} tokens, the longest output with its prompt needs at least {tokens}")
     return tuple(found)
+
+
+def _is_stretched(text: Mapping[str, Any]) -> bool:
+    """Whether a factor of the rotary embedding, of all layers or of a kind of them, may lengthen the context."""
+    tables = [table for key in ("rope_scaling", "rope_parameters") if isinstance(table := text.get(key), Mapping)]
+    inner = [part for table in tables for part in table.values() if isinstance(part, Mapping)]
+    return any("factor" in table for table in (*tables, *inner))
 
 
 @dataclass(frozen=True, slots=True)

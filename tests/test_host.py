@@ -473,6 +473,30 @@ def test_a_model_that_cannot_be_split_or_is_too_short(tmp_path: Path) -> None:
     assert "the context is 256 tokens" in checked(saved("healthy_8"), short)["model shape"].saw
 
 
+@pytest.mark.parametrize(("prompts", "fits"), [("random-ids", 320), ("instructions", 257)])
+def test_a_prompts_tokens_are_counted_only_where_they_are_known(tmp_path: Path, prompts: str, fits: int) -> None:
+    path = hybrid(tmp_path, 51.05)
+
+    def shape(length: int) -> Check:
+        args = ["--context-length", str(length)]
+        spec = sglang(model_path=path, server_args=args, prompt_set=prompts)
+        return checked(saved("healthy_8"), spec)["model shape"]
+
+    least = "" if prompts == "random-ids" else "at least "
+    assert (shape(fits).status, shape(fits).saw) == ("ok", f"TP 1 and {least}{fits} tokens fit")
+    assert shape(fits - 1).status == "fail"
+    assert shape(fits - 1).saw.endswith(f"needs at least {fits}")
+
+
+def test_a_drafters_heads_need_not_be_divided(tmp_path: Path) -> None:
+    draft = str(model(tmp_path / "draft", {"num_attention_heads": 3, "max_position_embeddings": 8}))
+    spec = sglang(method="linear", tp_size=4, model_path=hybrid(tmp_path, 51.05), draft_model_path=draft)
+    found = checked(saved("healthy_8"), spec)
+    assert found["draft model files"].status == "ok"
+    assert "draft model shape" not in found
+    assert found["model shape"].status == "ok"
+
+
 def test_what_may_be_used_of_the_memory(tmp_path: Path) -> None:
     auto = {"model_path": hybrid(tmp_path, 51.05)}
     share = ["--mem-fraction-static", "0.58"]

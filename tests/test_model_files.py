@@ -227,19 +227,58 @@ def test_memory_of_an_unknown_architecture_is_unknown(config: dict[str, Any]) ->
     [
         (8, 4096, None, ()),
         (1, 10**9, None, ()),  # this config does not tell its length
-        (3, 1, None, ("linear_num_key_heads is 16, which TP 3 does not divide",)),
+        (3, 1, None, ("linear_num_key_heads is 16, which TP 3 does not divide",
+                      "num_key_value_heads is 4: neither it nor TP 3 divides the other")),
         (16, 1, None, ("num_attention_heads is 24, which TP 16 does not divide",)),
-        (1, 2049, 2048, ("the context is 2048 tokens, the longest output with its prompt may need 2049",)),
+        (1, 2048, 2048, ()),
+        (1, 2049, 2048, ("the context is 2048 tokens, the longest output with its prompt needs at least 2049",)),
     ],
-)
+)  # fmt: skip
 def test_shapes_that_cannot_be_split_or_held(
     tp_size: int, tokens: int, context: int | None, problems: tuple[str, ...]
 ) -> None:
     assert shape_problems(HYBRID, tp_size=tp_size, tokens=tokens, context=context) == problems
 
 
+@pytest.mark.parametrize("name", ["num_attention_heads", "linear_num_key_heads", "linear_num_value_heads"])
+def test_every_kind_of_head_must_be_divided(name: str) -> None:
+    assert shape_problems({name: 6}, tp_size=4, tokens=1, context=None) == (f"{name} is 6, which TP 4 does not divide",)
+    assert not shape_problems({name: 6}, tp_size=3, tokens=1, context=None)
+
+
+@pytest.mark.parametrize(("heads", "tp_size", "fits"), [(2, 8, True), (8, 2, True), (6, 4, False), (4, 6, False)])
+def test_ranks_may_share_a_key_value_head(heads: int, tp_size: int, fits: bool) -> None:
+    assert (shape_problems({"num_key_value_heads": heads}, tp_size=tp_size, tokens=1, context=None) == ()) is fits
+
+
 def test_the_models_own_context_counts() -> None:
     own = {"max_position_embeddings": 512}
     assert shape_problems(own, tp_size=1, tokens=513, context=None)
+    assert not shape_problems(own, tp_size=1, tokens=512, context=None)
     assert not shape_problems(own, tp_size=1, tokens=513, context=1024)
     assert not shape_problems({}, tp_size=7, tokens=9, context=None)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"rope_parameters": {"factor": 4.0}},
+     {"rope_parameters": {"full_attention": {"factor": 4.0}, "sliding_attention": {"rope_type": "default"}}}],
+)  # fmt: skip
+def test_a_context_that_may_be_stretched_is_not_judged(rope: dict[str, Any]) -> None:
+    own = {"max_position_embeddings": 512, **rope}
+    assert not shape_problems(own, tp_size=1, tokens=513, context=None)
+    assert shape_problems(own, tp_size=1, tokens=513, context=512)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"text_config": "a name"}, {"text_config": [1]}, {"num_attention_heads": True}, {"num_key_value_heads": 0},
+     {"linear_num_key_heads": "6"}, {"max_position_embeddings": True}, {"num_key_value_heads": None}],
+)  # fmt: skip
+def test_what_is_no_shape_says_nothing(config: dict[str, Any]) -> None:
+    assert shape_problems(config, tp_size=4, tokens=9, context=None) == ()
+
+
+@pytest.mark.parametrize("rope", [{"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}])
+def test_a_rope_without_a_factor_stretches_nothing(rope: dict[str, Any]) -> None:
+    assert shape_problems({"max_position_embeddings": 512, **rope}, tp_size=1, tokens=513, context=None)
