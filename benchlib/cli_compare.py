@@ -30,7 +30,7 @@ SUMS = {
 CELL = ("tp_size", "method", "tree_budget", "prompt", "max_new_tokens", "concurrency")
 PLACE = (*CELL, "nccl_profile", "numa_policy", "variant")
 NUMBERS = ("ratio", "low", "high", "p_value", "p_adjusted", "level", "verdict", "note", "detectable")
-ABSENT = "not measured in B"
+ABSENT, ONE_ROUND = "not measured in B", "1 round: no interval"
 Row = dict[str, Any]
 Pair = tuple[Row, Row]
 
@@ -51,12 +51,14 @@ def compare(
     folders = [find_campaign(name, results) for name in (a, b)]
     found = compare_campaigns(*folders, metric=metric, threshold=_share(threshold))
     typer.echo(json.dumps(found, indent=1) if as_json else _format(found))
-    lost = any(row["reason"].startswith((ABSENT, "failed in B")) for row in found["not_comparable"])
+    lost = any(row["lost"] for row in found["not_comparable"])
     raise typer.Exit(GATE_FAILED if lost or any(row["worse"] for row in found["comparisons"]) else 0)
 
 
 def compare_campaigns(a: Path, b: Path, *, metric: str = "decode_tok_s", threshold: float = 0.02) -> Row:
     """Every matching condition and cell of two campaign folders; `ratio` is B's speed over A's: above 1 B is faster.
+
+    `not_comparable` has the rest with the reason; `lost`: A had measured it, and B cannot say how it is now.
 
     By Welch's t, since the two were not interleaved; cells of all prompts are one family for Holm, those of single
     prompts another. `worse`: the interval is wholly beyond the threshold, also after Holm. SpecError for an unknown
@@ -68,9 +70,11 @@ def compare_campaigns(a: Path, b: Path, *, metric: str = "decode_tok_s", thresho
         raise SpecError(f"metric {metric!r} cannot be compared: give one of {', '.join(SUMS)}")
     before, after = load_campaign(a), load_campaign(b)
     pairs, refused = _match(_cells(before, metric), _cells(after, metric))
+    had = {run.record.spec.condition_name for run in before.runs if run.ok}
     for side, campaign in {"A": before, "B": after}.items():
-        rows = build_failures([campaign]).to_dict("records")
-        refused += [{"run": row["run"], "reason": f"failed in {side}: {row['reason']}"} for row in rows]
+        for row in build_failures([campaign]).to_dict("records"):
+            lost = side == "B" and _condition(row["run"]) in had
+            refused.append({"run": row["run"], "reason": f"failed in {side}: {row['reason']}", "lost": lost})
     if not pairs:
         reasons = "; ".join(dict.fromkeys(row["reason"] for row in refused))
         raise ComparisonError(f"no cell of {a} and {b} can be compared in {metric}: {reasons or 'neither has one'}")
@@ -113,9 +117,18 @@ def _match(before: Sequence[Row], after: Sequence[Row]) -> tuple[list[Pair], lis
         if "" in reasons:
             pairs.append((cell, there[reasons.index("")]))
         else:
-            refused.append(_named(cell) | {"reason": min(reasons, key=len, default=ABSENT)})
+            reason = min(reasons, key=len, default=ABSENT)
+            lost = reason == ABSENT or (reason == ONE_ROUND and sum(map(len, cell["starts"])) > 1)
+            refused.append(_named(cell) | {"reason": reason, "lost": lost})
     known = {_place(cell) for cell in before}
-    return pairs, refused + [_named(c) | {"reason": "not measured in A"} for c in after if _place(c) not in known]
+    new = [_named(c) | {"reason": "not measured in A", "lost": False} for c in after if _place(c) not in known]
+    return pairs, refused + new
+
+
+def _condition(run: str) -> str:
+    """`tp1-b16` of `tp1-b16.2`."""
+    name, _, start = run.rpartition(".")
+    return name if name and start.isdecimal() else run
 
 
 def _hindrance(cell: Row, other: Row) -> str:
@@ -126,7 +139,7 @@ def _hindrance(cell: Row, other: Row) -> str:
         return "; ".join(f"{f}: {cell[f]!r} against {other[f]!r}" for f in unequal)
     sides = cell["starts"], other["starts"]
     few = level_of(*sides) == "round" and min(sum(map(len, side)) for side in sides) < 2
-    return "1 round: no interval" * few
+    return ONE_ROUND * few
 
 
 def _place(cell: Row) -> tuple[Any, ...]:

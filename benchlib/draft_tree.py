@@ -60,12 +60,11 @@ def measure_draft_tree(url: str, prompt: Prompt, *, timeout_s: float) -> DraftTr
     """One untimed greedy request; None where it ended before the step. RequestError where the server refuses."""
     sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     body = {**prompt.payload, "sampling_params": sampling, "return_draft_tree": TRACED_STEP}
-    meta: dict[str, Any] = post_json(f"{url}/generate", body, timeout_s=timeout_s)["meta_info"]
-    if (found := meta.get("draft_tree")) is None:
-        return None
+    answer: Any = post_json(f"{url}/generate", body, timeout_s=timeout_s)
     try:
-        return DraftTree(prompt=prompt.name, **found)
-    except (ValidationError, TypeError) as error:
+        found = answer["meta_info"].get("draft_tree")
+        return None if found is None else DraftTree(prompt=prompt.name, **found)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise RequestError(f"{url}: the draft tree of {prompt.name} makes no sense: {error}") from error
 
 

@@ -255,7 +255,7 @@ def build_detection(path: Path = DETECTION) -> pd.DataFrame:
 
     Empty without the file; RecordError where it is not one of `python -m tests.gate`.
     """
-    columns = ["planted", "method", "identical outputs", "first divergence", "gap (nats)", "verdict"]
+    columns = ["planted", "method", "identical outputs", "first divergence", "gap there (nats, at least)", "verdict"]
     if not path.exists():
         return pd.DataFrame(columns=columns)
     try:

@@ -73,18 +73,18 @@ def measure_gaps(
     found = {}
     for prompt in prompts:
         answer = post_json(f"{url}/generate", {**prompt.payload, **asked}, timeout_s=timeout_s)
-        top = answer.get("meta_info", {}).get("output_top_logprobs") or [()]
-        if any(len(best) != BEST for best in top):
-            raise RequestError(
-                f"{url}: {BEST} output_top_logprobs a token were asked for {prompt.name} and did not come"
-            )
         try:
+            top = answer["meta_info"].get("output_top_logprobs") or [()]
+            if any(len(best) != BEST for best in top):
+                raise RequestError(
+                    f"{url}: {BEST} output_top_logprobs a token were asked for {prompt.name} and did not come"
+                )
             found[prompt.sha256] = PromptGaps(
                 output_ids=tuple(answer.get("output_ids") or (best[0][1] for best in top)),
                 best_ids=tuple(tuple(one[1] for one in best) for best in top),
                 gaps=tuple(tuple(round(best[0][0] - one[0], 6) for one in best) for best in top),
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise RequestError(f"{url}: the logprobs of {prompt.name} make no sense: {error}") from error
     return found
 

@@ -5,7 +5,8 @@ way. So where an output parts from auto's, auto's own gap there (`gaps`) is look
 gap a fault. Two floors stand beside it: auto over restarts, and the same drafter's chain, which has a verification's
 kernels and no tree.
 
-Near is what the arithmetic rounds (`NEAR_TIE`), or twice the floors' largest gap: the largest of a few falls short. A
+Near is what the arithmetic rounds (`NEAR_TIE`), or twice the floors' largest gap: the largest of a few falls short. An
+auto that leaves its own output at more than `OWN_DOUBT` near ties is no measure: then nothing that differs is judged. A
 tree whose divergences are all near ties must not part more often or earlier than the chain either: a permutation test
 on each prompt's first divergence, never being last. Starts and repeats of one prompt are no further evidence.
 """
@@ -37,6 +38,7 @@ WORST: tuple[Verdict, ...] = ("lossless", "within numeric noise", "cannot tell",
 # Nats, by the server's dtype. Logits of a half-precision model lie around 16 to 32, where neighbours are 0.125 apart,
 # and each of the two candidates may move by one.
 NEAR_TIE = {"float32": 1e-3, "half": 0.25}
+OWN_DOUBT = 2
 FALSE_ALARM, PERMUTATIONS = 0.02, 9999
 # What two runs share that decode the same text; of several such, one alike in PLACED too is preferred.
 SAME = ("engine", "model_path", "weights", "seed", "tp_size")
@@ -104,10 +106,13 @@ class Validation:
     budgets: tuple[Check, ...]
     runs: Mapping[str, str] = field(repr=False)  # name of each finished run: its condition
 
-    def require(self) -> None:
-        """The gate: LosslessnessError that names what is NOT lossless, and why."""
+    def require(self, unjudged: Mapping[str, str] | None = None) -> None:
+        """The gate: LosslessnessError that names what is NOT lossless, or was not judged (`unjudged_runs`), and why."""
         if bad := [f"{check.condition}: {check.reason}" for check in self.methods if check.verdict == "NOT lossless"]:
             raise LosslessnessError(f"{self.campaign} is NOT lossless, its speedups are struck: {'; '.join(bad)}")
+        if unjudged:
+            runs = "; ".join(f"{name}: {reason}" for name, reason in unjudged.items())
+            raise LosslessnessError(f"{len(unjudged)} runs of {self.campaign} were not judged: {runs}")
 
     @property
     def verdict(self) -> Verdict:
@@ -264,13 +269,30 @@ def _judge(run: _Run, runs: Sequence[_Run], checks: Mapping[str, Check], floors:
         near = _nearest(run, runs, "linear", "draft_model_path", "block_size")
         # What is wrong itself is no yardstick.
         chain = next((c for r in near if (c := checks[r.condition]).outputs and c.verdict != "NOT lossless"), None)
-    beside = [floor for floor in (floors.get(auto.condition), chain) if floor]
-    seen = [2 * d.gap for floor in beside for d in floor.divergences if d.gap is not None]
+    own = floors.get(auto.condition)
     dtype = str((auto.record.server.info if auto.record.server else {}).get("dtype"))
-    limit = max([NEAR_TIE.get(dtype, NEAR_TIE["half"]), *seen])
+    near = NEAR_TIE.get(dtype, NEAR_TIE["half"])
+    exact = [d.gap for floor in (own, chain) if floor for d in floor.divergences if d.gap is not None and not d.beyond]
+    limit = max([near, *(2 * gap for gap in exact if gap <= OWN_DOUBT * near)])
     check = _compare(_of(run, runs), [auto], auto.gaps)
     verdict, reason = _verdict(check, chain, limit)
+    if check.divergences and own and (doubt := _own_doubt(own, OWN_DOUBT * near)):
+        verdict, reason = "cannot tell", doubt
     return replace(check, verdict=verdict, reason=reason, near_tie=limit)
+
+
+def _own_doubt(own: Check, most: float) -> str:
+    """Why auto is no measure: a restart of it left its own output where that was no near tie; empty where none did."""
+    for d in own.divergences:
+        if _ended_apart(d) or (d.gap is not None and d.gap > most):
+            how = "its output ended elsewhere" if _ended_apart(d) else f"for a token {d.gap:.2g} nats behind"
+            return f"auto is not its own: {d.run} left auto's first output at token {d.position} of {d.prompt}, {how}"
+    return ""
+
+
+def _ended_apart(d: Divergence) -> bool:
+    """One of the two is the other's beginning: no choice of a token explains it."""
+    return d.got is None or d.expected is None
 
 
 def _compare(runs: Sequence[_Run], others: Sequence[_Run], gaps: Mapping[str, PromptGaps]) -> Check:
@@ -320,11 +342,12 @@ def _verdict(check: Check, chain: Check | None, limit: float) -> tuple[Verdict, 
     if not parted:
         return "lossless", ""
     of = f"{len(parted)} of {check.outputs} outputs differ from auto's"
-    if clear := [d for d in parted if d.gap is not None and (d.gap > limit or d.got is None)]:
-        d = max(clear, key=lambda d: d.gap or 0.0)
+    if clear := [d for d in parted if _ended_apart(d) or (d.gap is not None and d.gap > limit)]:
+        d = max(clear, key=lambda d: (not _ended_apart(d), d.gap or 0.0))
         at = f"{d.run} left it at token {d.position} of {d.prompt}"
-        if d.got is None:
-            return "NOT lossless", f"{of}: {at}, where it ended and auto went on"
+        if _ended_apart(d):
+            how = "it ended and auto went on" if d.got is None else "it went on and auto had ended"
+            return "NOT lossless", f"{of}: {at}, where {how}"
         least = "at least " * d.beyond
         return "NOT lossless", f"{of}: {at} for one {least}{d.gap:.2g} nats behind auto's (a tie: up to {limit:.2g})"
     theirs = f"of the chain's {len(chain.divergences)} of {chain.outputs}" if chain else "no chain stands beside"

@@ -49,7 +49,7 @@ def request_record(exchange: Exchange, *, epoch: float, ignore_eos: bool, **plac
         end_s = round(exchange.pieces[-1][0] - exchange.sent, CLOCK_DIGITS)
         if not tokens:
             error = "finished without a token"
-        elif ignore_eos and tokens < asked:
+        elif ignore_eos and tokens != asked:
             error = f"{tokens} of {asked} tokens came though ignore_eos was set"
     reason = meta.get("finish_reason")
     return RequestRecord(

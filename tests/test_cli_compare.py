@@ -194,6 +194,31 @@ def test_what_failed_or_vanished_fails_the_gate(before: Path, tmp_path: Path) ->
     assert invoke(before, build(tmp_path / "new", tree_budgets=(16, 32)))[0] == 0
 
 
+def test_what_a_had_not_measured_fails_no_gate(before: Path, tmp_path: Path) -> None:
+    """A run that failed in A as well, and one that is new and fails."""
+
+    def broken(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
+        whole = record.spec.method == "auto" or record.spec.tree_budget == 16
+        return (record, requests) if whole else synthetic.fail_run(record, requests)
+
+    a = build(tmp_path / "a", changes=broken)
+    assert invoke(a, build(tmp_path / "b", changes=broken))[0] == 0
+    assert invoke(a, build(tmp_path / "new", changes=broken, tree_budgets=(16, 32)))[0] == 0
+    assert invoke(before, build(tmp_path / "worse", changes=broken))[0] == 3
+
+
+def test_rounds_that_were_lost_fail_the_gate(before: Path, tmp_path: Path) -> None:
+    """One start with one round left is no measurement beside three of it."""
+
+    def cut(record: RunRecord, requests: list[RequestRecord]) -> tuple[RunRecord, list[RequestRecord]]:
+        keep = record.spec.method != "linear"
+        return record, [r for r in requests if keep or r.warmup or r.round == 0]
+
+    a, b = (build(tmp_path / name, starts=1, changes=change) for name, change in (("a", None), ("b", cut)))
+    code, text = invoke(a, b)
+    assert (code, "1 round: no interval" in text) == (3, True)
+
+
 def test_campaigns_are_found_by_name(before: Path, slower: Path) -> None:
     (before.parent / "after").symlink_to(slower)
     assert invoke(before.name, "after", "--results", before.parent)[0] == 3

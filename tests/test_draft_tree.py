@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from benchlib import draft_tree
 from benchlib.draft_tree import load_draft_tree, measure_draft_tree, save_draft_tree
 from benchlib.errors import RecordError, RequestError
 from benchlib.prompts import Prompt
@@ -84,6 +85,13 @@ def test_a_tree_that_is_none_is_refused(answering: Any, change: dict[str, Any], 
     with pytest.raises(RequestError, match="makes no sense") as caught:
         measure_draft_tree(answering({"draft_tree": TREE | change})[0], PROMPT, timeout_s=5)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"meta_info": None}, {"meta_info": {"draft_tree": 3}}])
+def test_an_answer_of_another_form_is_an_error(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    monkeypatch.setattr(draft_tree, "post_json", lambda *_, **__: answer)
+    with pytest.raises(RequestError, match="the draft tree of fib makes no sense"):
+        measure_draft_tree("http://x", PROMPT, timeout_s=5)
 
 
 def test_a_broken_file_is_an_error(tmp_path: Path) -> None:

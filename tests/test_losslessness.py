@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchlib import cli_validate
+from benchlib import gaps as gaps_module
 from benchlib.errors import LosslessnessError, RecordError, RequestError, SpecError
 from benchlib.gaps import PromptGaps, load_gaps, measure_gaps, save_gaps
 from benchlib.losslessness import (
@@ -204,6 +205,29 @@ def test_an_early_end_is_a_fault(tmp_path: Path) -> None:
     save(tmp_path, RIGHT, asked=gaps(1e-5))
     tree(tmp_path, {**RIGHT, "fib": RIGHT["fib"][:9]})
     assert check_of(tmp_path).verdict == "NOT lossless"
+    assert check_of(tmp_path).reason.endswith("left it at token 9 of fib, where it ended and auto went on")
+
+
+def test_an_end_elsewhere_needs_no_gap_to_be_a_fault(tmp_path: Path) -> None:
+    """Without EOS in common, one output is the other's beginning: nothing to do with the choice of a token."""
+    save(tmp_path, {**RIGHT, "json": RIGHT["json"][:12]})
+    tree(tmp_path, {**RIGHT, "fib": RIGHT["fib"][:9]})
+    tree(tmp_path, RIGHT, budget=32)
+    assert verdicts(tmp_path) == {"tp1-b16": "NOT lossless", "tp1-b32": "NOT lossless"}
+    assert check_of(tmp_path, "tp1-b32").reason.endswith("token 12 of json, where it went on and auto had ended")
+
+
+def test_the_clearest_fault_is_told_and_a_tie_at_the_limit_is_none(tmp_path: Path) -> None:
+    asked = {
+        k: v.model_copy(update={"gaps": ((0.0, 1e-3, 1.0), (0.0, 2.0, 3.0), *[(0.0, 5.0, 6.0)] * (LENGTH - 2))})
+        for k, v in gaps(0).items()
+    }
+    save(tmp_path, RIGHT, asked=asked)
+    tree(tmp_path, leaving(0, "fib"))
+    assert check_of(tmp_path).verdict == "within numeric noise"
+    both = {"fib": leaving(1, "fib")["fib"], "qsort": leaving(7, "qsort")["qsort"]}
+    tree(tmp_path, RIGHT | both, budget=32)
+    assert "token 7 of qsort for one 5 nats behind" in check_of(tmp_path, "tp1-b32").reason
 
 
 @pytest.mark.parametrize(("dtype", "verdict"), [("float32", "NOT lossless"), ("bfloat16", "within numeric noise")])
@@ -281,8 +305,9 @@ def test_a_faulty_chain_is_no_yardstick(tmp_path: Path) -> None:
 
 
 def test_auto_over_restarts_is_a_floor(tmp_path: Path) -> None:
-    save(tmp_path, leaving(9, "qsort"))
-    save(tmp_path, RIGHT, asked=gaps(0.3), start=2)
+    half = {"dtype": "bfloat16"}
+    save(tmp_path, leaving(9, "qsort"), info=half)
+    save(tmp_path, RIGHT, asked=gaps(0.3), start=2, info=half)
     tree(tmp_path, leaving(9, "fib"))
     found = validate_campaign(tmp_path)
     (floor,) = found.floors
@@ -291,6 +316,34 @@ def test_auto_over_restarts_is_a_floor(tmp_path: Path) -> None:
     assert floor.row()["largest_gap"] == 0.3
     assert found.methods[0].verdict == "within numeric noise"
     assert found.methods[0].near_tie == 0.6
+
+
+@pytest.mark.parametrize(
+    ("restart", "how"),
+    [
+        (leaving(5, "fib"), "at token 5 of fib, for a token 2 nats behind"),
+        (leaving(5, "fib", token=8), "at token 5 of fib, for a token 3 nats behind"),
+        ({**RIGHT, "fib": RIGHT["fib"][:10]}, "at token 10 of fib, its output ended elsewhere"),
+    ],
+)
+def test_an_auto_that_is_not_its_own_excuses_nothing(tmp_path: Path, restart: Outputs, how: str) -> None:
+    """A bad restart must not widen what counts as a tie: nothing that differs is judged then."""
+    save(tmp_path, RIGHT, asked=gaps(1e-5))
+    save(tmp_path, restart, start=2)
+    tree(tmp_path, leaving(5, "qsort"))
+    tree(tmp_path, RIGHT, budget=32)
+    assert verdicts(tmp_path) == {"tp1-b16": "cannot tell", "tp1-b32": "lossless"}
+    assert check_of(tmp_path).reason == f"auto is not its own: tp1-auto.2 left auto's first output {how}"
+    assert check_of(tmp_path).near_tie == 1e-3
+
+
+def test_a_lower_bound_does_not_widen_what_is_near(tmp_path: Path) -> None:
+    """Of a token that was not asked for it is not known how far it lay behind."""
+    asked = {k: v.model_copy(update={"gaps": ((0.0, 1e-4, 4e-4),) * LENGTH}) for k, v in gaps(0).items()}
+    save(tmp_path, RIGHT, asked=asked)
+    save(tmp_path, leaving(9, "json", token=8), start=2)
+    tree(tmp_path, leaving(9, "fib"))
+    assert (check_of(tmp_path).verdict, check_of(tmp_path).near_tie) == ("within numeric noise", 1e-3)
 
 
 def test_budgets_are_held_against_one_another(tmp_path: Path) -> None:
@@ -448,6 +501,18 @@ def test_gaps_that_do_not_come_are_an_error(answering: Callable[..., str]) -> No
         measure_gaps("http://127.0.0.1:9", [PROMPT], 2)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [[], {"meta_info": None}, {"meta_info": {"output_top_logprobs": [None]}}, {"meta_info": {}},
+     {"meta_info": {"output_top_logprobs": [[[-0.1]] * 5]}}, {"meta_info": {"output_top_logprobs": [[3] * 5]}}],
+)  # fmt: skip
+def test_an_answer_of_another_form_is_an_error(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    """And not a traceback that would take the timed rounds along."""
+    monkeypatch.setattr(gaps_module, "post_json", lambda *_, **__: answer)
+    with pytest.raises(RequestError, match=r"http://x: "):
+        measure_gaps("http://x", [PROMPT], 2)
+
+
 def test_gaps_of_schema_1_are_read(tmp_path: Path) -> None:
     one = {"output_ids": [5, 8], "second_ids": [6, 9], "gaps": [1.25, 0.0]}
     (tmp_path / "gaps.json").write_text(json.dumps({"schema_version": 1, "prompts": {"x": one}}))
@@ -515,6 +580,8 @@ def test_the_gate_stops_what_is_not_lossless(tmp_path: Path) -> None:
     save(tmp_path, RIGHT, asked=gaps(1e-5))
     tree(tmp_path, RIGHT)
     validate_campaign(tmp_path).require()
+    with pytest.raises(LosslessnessError, match=r"1 runs of .* were not judged: tp1-b64: failed: x$"):
+        validate_campaign(tmp_path).require({"tp1-b64": "failed: x"})
     tree(tmp_path, leaving(5, "fib"), budget=32)
     with pytest.raises(LosslessnessError, match=r"is NOT lossless, its speedups are struck: tp1-b32: 2 of 8") as caught:
         validate_campaign(tmp_path).require()

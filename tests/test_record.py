@@ -157,6 +157,10 @@ def test_requests_may_be_kept_compressed(tmp_path: Path) -> None:
     (tmp_path / "requests.jsonl.gz").write_bytes(packed)
     assert load_record(tmp_path) == saved
     assert list(load_requests(tmp_path)) == [REQUEST]
+    plain.write_bytes(b"newer\n")
+    with pytest.raises(RecordError, match=r"requests\.jsonl has SHA-256"):
+        load_record(tmp_path)
+    plain.unlink()
     for broken in (packed[:-9], packed[:20] + b"\0\0\0" + packed[23:], b"text"):
         (tmp_path / "requests.jsonl.gz").write_bytes(broken)
         with pytest.raises(RecordError, match=r"requests\.jsonl\.gz"):
