@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> int:
     log, grace_s, cpus, *argv = arguments
     if cpus:
         os.sched_setaffinity(0, map(int, cpus.split(",")))  # the server inherits it
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # as nohup wants it
+    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
         signal.signal(number, lambda *_: sys.exit(128 + signal.SIGTERM))
     # SGLang leaves sockets and files behind in the temporary folder: one of its own goes with it. Compiled kernels stay
     # where they are found again.

@@ -332,8 +332,9 @@ def signals_raise() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # SIGINT too: a job started in the background by a shell inherits it ignored.
-    before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # SIGINT too: a job started in the background by a shell inherits it ignored. Not SIGHUP, which nohup had ignored.
+    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM, *hang_up)}
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from filelock import FileLock
 
@@ -283,19 +284,53 @@ def test_signals_unwind_like_an_interrupt(number: signal.Signals) -> None:
     assert signal.getsignal(number) == before
 
 
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_raise():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def write_sweep(folder: Path, spec: RunSpec, *flags: str) -> Path:
+    """A sweep of one run of the fake server."""
+    file = folder / "s.toml"
+    file.write_text(
+        f'name = "c"\nmethods = ["auto"]\n[workload]\nprompt_set = "random-ids"\n'
+        f'[engines.reference]\nserver_python = "{spec.server_python}"\n'
+        f"server_args = {json.dumps([*spec.server_args, *flags])}\n"
+    )
+    return file
+
+
+def sweep_command(file: Path, results: Path, *options: str) -> list[str]:
+    code = "from benchlib.cli import main; main()"
+    return [sys.executable, "-c", code, "sweep", str(file), "--results", str(results), *options]
+
+
+def test_a_sweep_under_nohup_outlives_its_terminal(make_spec: MakeSpec, tmp_path: Path, started: Started) -> None:
+    command = ["nohup", *sweep_command(write_sweep(tmp_path, make_spec()), tmp_path, "--set", "workload.repeats=1")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stderr=pipe, stdout=pipe, text=True) as sweep:
+        deadline = time.monotonic() + 60
+        while len(started()) < 4 and time.monotonic() < deadline:  # sweep, supervisor, server, kernel
+            time.sleep(0.1)
+        hung_up = [psutil.Process(sweep.pid), *psutil.Process(sweep.pid).children(recursive=True)]
+        for process in hung_up:
+            process.send_signal(signal.SIGHUP)
+        output, errors = sweep.communicate(timeout=60)
+    assert len(hung_up) >= 4
+    assert (sweep.returncode, errors) == (0, ""), output
+    assert "1 of 1 runs ok" in output
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_ended_sweep_leaves_nothing_running(
     make_spec: MakeSpec, tmp_path: Path, number: signal.Signals, started: Started
 ) -> None:
-    spec = make_spec()
-    arguments = json.dumps([*spec.server_args, "--pause", "0.2"])
-    file = tmp_path / "s.toml"
-    file.write_text(
-        f'name = "c"\nmethods = ["auto"]\n[workload]\nprompt_set = "random-ids"\n'
-        f'[engines.reference]\nserver_python = "{spec.server_python}"\nserver_args = {arguments}\n'
-    )
-    code = "from benchlib.cli import main; main()"
-    command = [sys.executable, "-c", code, "sweep", str(file), "--results", str(tmp_path)]
+    command = sweep_command(write_sweep(tmp_path, make_spec(), "--pause", "0.2"), tmp_path)
     sweep = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with sweep:
         deadline = time.monotonic() + 60
