@@ -123,7 +123,9 @@ def bandwidth(
 @app.command()
 def nccl(
     profile: Annotated[str, typer.Argument(help="none, production, pcie or your own; empty: all")] = "",
-    log: Annotated[Path | None, typer.Option(help="a server's log written with NCCL_DEBUG=INFO: what NCCL did")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="a server's log of NCCL_DEBUG=INFO, also gzip'd: what NCCL did")
+    ] = None,
     profiles: Annotated[Path | None, typer.Option(help="TOML file of your own profiles")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -131,16 +133,13 @@ def nccl(
 
     With both, also what NCCL read otherwise than the profile asks.
     """
-    from benchlib.nccl import format_nccl_log, format_profile, load_profiles, parse_nccl_log, variables_differ
+    from benchlib.nccl import format_nccl_log, format_profile, load_nccl_log, load_profiles, variables_differ
 
     known = load_profiles(profiles)
     if profile and profile not in known:
         raise SpecError(f"no NCCL profile {profile!r}; there are {', '.join(sorted(known))}")
     if log is not None:
-        try:
-            told = parse_nccl_log(log.read_text(encoding="utf-8", errors="replace"))
-        except OSError as error:
-            raise SpecError(f"cannot read the log {log}: {error.strerror}") from error
+        told = load_nccl_log(log)
         differ = variables_differ(known[profile].variables, told) if profile else ()
         found = dataclasses.asdict(told) | ({"differs": differ} if profile else {})
         text = "\n".join([format_nccl_log(told), *(f"differs: {line}" for line in differ)])

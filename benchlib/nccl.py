@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+import gzip
 import re
 import shlex
 import textwrap
 import tomllib
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -23,13 +25,17 @@ from typing import Any
 from benchlib.errors import SpecError
 
 __all__ = [
-    "NcclLog", "Profile", "Variable", "format_nccl_log", "format_profile", "known_variables", "load_profiles",
-    "parse_nccl_log", "profile_env", "variables_differ",
+    "NcclLog", "Profile", "Variable", "format_nccl_log", "format_profile", "known_variables", "load_nccl_log",
+    "load_profiles", "parse_nccl_log", "profile_env", "variables_differ",
 ]  # fmt: skip
 
 LEGACY_LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")  # what numbers mean in *_LEVEL; higher ones are SYS too
 INTEGER = re.compile(r"-?(0x[0-9a-fA-F]{1,16}|0|[1-9][0-9]{0,18})")
 MAX_WARNINGS, MAX_CHARS = 20, 200
+GZIP = b"\x1f\x8b"
+# What a text holds next to none of. Zeros are none of it: a log that was cut while it was written to begins with some.
+UNREADABLE = re.compile("[\x01-\x07\x0e-\x1a\x1c-\x1f\ufffd]")
+MAX_UNREADABLE = 0.05  # of a file's characters
 
 # A log is mostly lines without any of these: they are not looked at further.
 SIGN_WORDS = ("server_args=", "educe", "graph addresses", "MSCCL++", "PCIe-IPC", "TorchSymmMem")
@@ -198,6 +204,21 @@ def format_profile(profile: Profile) -> str:
         lines += textwrap.wrap(text, 110, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
         lines.append(f"export {name}={shlex.quote(value)}")
     return "\n".join(lines) + "\n"
+
+
+def load_nccl_log(path: Path) -> NcclLog:
+    """`parse_nccl_log` of a file, also where `gzip` packed it; SpecError where it cannot be read or is no text."""
+    try:
+        data = path.read_bytes()
+        packed = data.startswith(GZIP)
+        text = (gzip.decompress(data) if packed else data).decode(errors="replace")
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SpecError(f"cannot read the log {path}: {reason}") from error
+    if len(UNREADABLE.findall(text)) > MAX_UNREADABLE * len(text):
+        what = "what gzip packed in it" if packed else f"it begins with {data[:8]!r} and"
+        raise SpecError(f"cannot read the log {path}: {what} is no text. Give a server's log, as it is or gzip'd")
+    return parse_nccl_log(text)
 
 
 def parse_nccl_log(text: str) -> NcclLog:

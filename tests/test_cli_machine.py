@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from itertools import combinations
 from pathlib import Path
@@ -142,6 +143,14 @@ def test_what_nccl_did_is_read_back_from_a_log(run: Any) -> None:
     assert out.startswith("decode all-reduce        nccl (")
     assert "NCCL_PROTO               LL" in out.splitlines()
     assert json.loads(run("nccl", "--log", log, "--json")[1])["nranks"] == 2
+
+
+def test_a_log_that_was_compressed_to_be_kept_reads_the_same(run: Any, tmp_path: Path) -> None:
+    log, packed = DATA / "nccl" / "tp2_nccl_pcie.log", tmp_path / "server.log.gz"
+    packed.write_bytes(gzip.compress(log.read_bytes()))
+    assert run("nccl", "--log", packed, "--json") == run("nccl", "--log", log, "--json")
+    kept = ROOT / "results" / "h200-tp" / "tp2-auto" / "server.log.gz"
+    assert json.loads(run("nccl", "--log", kept, "--json")[1])["decode_all_reduce"] == "custom"
 
 
 # ---- doctor

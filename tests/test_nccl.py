@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
+import lzma
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from benchlib.nccl import (
     Profile,
     format_profile,
     known_variables,
+    load_nccl_log,
     load_profiles,
     parse_nccl_log,
     profile_env,
@@ -136,6 +140,13 @@ def test_files_of_another_form_are_refused(tmp_path: Path, text: str, message: s
     path.write_text(text)
     with pytest.raises(SpecError, match=message):
         load_profiles(path)
+
+
+@pytest.mark.parametrize("what", ["NCHANNELS", "CTAS"])
+def test_one_number_may_be_the_least_and_the_most(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f"[profiles.a]\nNCCL_MIN_{what} = 8\nNCCL_MAX_{what} = 8\n")
+    assert profile_env("a", load_profiles(path)) == {f"NCCL_MIN_{what}": "8", f"NCCL_MAX_{what}": "8"}
 
 
 def test_missing_files_and_profiles_are_named(tmp_path: Path) -> None:
@@ -344,6 +355,32 @@ def test_who_carries_decodes_all_reduces(text: str, way: str | None) -> None:
     told = log.decode_all_reduce_evidence
     assert (told is not None) == (way is not None or "(tp_size=1," in text or "{'tp_size': 1," in text)
     assert told is None or len(told) <= 200
+
+
+def test_a_log_is_loaded_plain_or_packed_by_its_first_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    for data in (PCIE.encode(), gzip.compress(PCIE.encode()), bytes(9000) + PCIE.encode() + b"\xe2\x96"):
+        path.write_bytes(data)
+        assert load_nccl_log(path) == parse_nccl_log(PCIE)
+    path.write_bytes(b"")
+    assert load_nccl_log(path) == NcclLog()
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (gzip.compress(PCIE.encode())[:200], "end-of-stream"),
+        (gzip.compress(b"x")[:10] + b"\xff" * 20, "Error -3"),
+        (b"\x1f\x8bx", "ompression method|end-of-stream|header"),
+        (gzip.compress(lzma.compress(PCIE.encode())), "what gzip packed in it is no text"),
+        (lzma.compress(PCIE.encode()), r"begins with b'\\xfd7zXZ.* is no text. Give a server's log"),
+        (Path(sys.executable).read_bytes()[:100_000], "begins with .* is no text"),
+    ],
+)  # fmt: skip
+def test_a_log_that_is_no_text_is_refused(tmp_path: Path, data: bytes, told: str) -> None:
+    (tmp_path / "server.log").write_bytes(data)
+    with pytest.raises(SpecError, match=rf"cannot read the log .*server\.log: .*({told})"):
+        load_nccl_log(tmp_path / "server.log")
 
 
 def test_a_log_becomes_json() -> None:
