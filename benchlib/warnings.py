@@ -68,7 +68,7 @@ CODES = {
     "than {limit:.0f}%. Quiet the machine, or give the client cores of its own.",
     "no-draft-tree": "a round's draft tree could not be asked ({reason}): there will be no picture of one.",
     "few-starts": "{what}: fewer than {least} server starts a side cannot say that there is no difference. "
-    "Raise starts: `benchlib plan` says to how many.",
+    "Raise starts: `benchlib plan` says to how many, once a condition has two.",
     "drift": "{what} Raise starts, so that conditions and drift are told apart, or find what changed: clocks and heat "
     "are in telemetry.json.",
     "mixed-devices": "its runs were made on {what}. Compare only what ran on the same devices.",

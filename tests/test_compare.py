@@ -341,8 +341,12 @@ def test_too_few_starts_are_warned_of(campaign: Path, tmp_path: Path) -> None:
     ((place, text),) = campaign_warnings(campaign)
     assert place == "whole campaign"
     assert text.startswith("few-starts: 12 of 12 conditions have 1: fewer than 5 server starts a side")
+    assert text.endswith("`benchlib plan` says to how many, once a condition has two.")  # before that it cannot
     enough = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,), starts=5)
-    assert campaign_warnings(synthetic.save_campaign(tmp_path, enough)) == []
+    assert campaign_warnings(synthetic.save_campaign(tmp_path / "enough", enough)) == []
+    # Where there is nothing to compare, no start is missing.
+    alone = synthetic.build_sweep(tp_size=(1,), methods=("auto",), tree_budgets=())
+    assert campaign_warnings(synthetic.save_campaign(tmp_path / "alone", alone)) == []
 
 
 def test_a_drift_is_warned_of(tmp_path: Path) -> None:
