@@ -6,13 +6,15 @@ it cannot be written or read, that run's rounds are not seen, and its measuremen
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +36,8 @@ LOOK_S = 1.0
 # Of plain lines: a log of a campaign of hours is to be read. What changes inside a phase is its cell.
 PHASE_S, CELL_S = 3.0, 30.0
 BAR_WIDTH = 40
+# A terminal that is gone, or that lacks a letter: a sweep goes on without being watched.
+UNSHOWN = (OSError, UnicodeError)
 Expect = Callable[[RunSpec], float]
 
 
@@ -229,9 +233,17 @@ def _format_left(moment: Moment) -> str:
 
 @contextmanager
 def show_progress() -> Iterator[Listener]:
-    """Show a sweep where it runs: two live lines on a terminal; in a log, a pipe or a notebook plain ones, in time."""
+    """Show a sweep where it runs: two live lines on a terminal; in a log, a pipe or a notebook plain ones, in time.
+
+    What cannot be shown is left out: showing never ends a sweep.
+    """
     from rich.console import Console
 
+    if sys.stdout is None:  # closed by whoever started this
+        yield lambda _: None
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a letter that it lacks becomes "?"
     console = Console(highlight=False, soft_wrap=True)
     if sys.stdout.isatty() and not console.is_jupyter and not console.is_dumb_terminal:
         with _live(console) as listener:
@@ -256,8 +268,7 @@ class _PlainLines:
         if now - self._at < wait_s and not moment.ended:
             return
         self._phase, self._cell, self._run, self._at = phase, cell, moment.run, now
-        # Whoever read it may be gone: a sweep goes on without being watched.
-        with suppress(OSError):
+        with suppress(*UNSHOWN):
             sys.stdout.write(f"{time.strftime('%H:%M:%S')} {format_moment(moment)}\n")
             sys.stdout.flush()
 
@@ -271,16 +282,26 @@ def _live(console: Console) -> Iterator[Listener]:
     from rich.text import Text
 
     # Drawn when something is told, at most once a second: a thread of its own would draw during rounds.
-    with Live(console=console, auto_refresh=False, transient=True) as live:
+    live = Live(console=console, auto_refresh=False, transient=True)
 
-        def draw(moment: Moment) -> None:
-            if moment.ended:
-                console.print(format_moment(moment), markup=False)
-                return
-            share = (moment.number - 1 + moment.done) / moment.total
-            bar = Table.grid(padding=(0, 2))
-            bar.add_row(ProgressBar(total=1.0, completed=share, width=BAR_WIDTH), Text(_format_left(moment)))
-            text = format_moment(moment).removesuffix(f", {_format_left(moment)}")
-            live.update(Group(Text(text, no_wrap=True, overflow="ellipsis"), bar), refresh=True)
+    def draw(moment: Moment) -> None:
+        if moment.ended:
+            console.print(format_moment(moment), markup=False)
+            return
+        share = (moment.number - 1 + moment.done) / moment.total
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(ProgressBar(total=1.0, completed=share, width=BAR_WIDTH), Text(_format_left(moment)))
+        text = format_moment(moment).removesuffix(f", {_format_left(moment)}")
+        live.update(Group(Text(text, no_wrap=True, overflow="ellipsis"), bar), refresh=True)
 
-        yield draw
+    def attempt(show: Callable[..., None], *arguments: Moment) -> None:
+        try:
+            show(*arguments)
+        except UNSHOWN:
+            console.quiet = True  # else it would keep what it could not write, and fail on that again
+
+    with ExitStack() as stack:
+        attempt(live.start)
+        if not console.quiet:
+            stack.callback(attempt, live.stop)
+        yield functools.partial(attempt, draw)

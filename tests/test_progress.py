@@ -6,6 +6,7 @@ import io
 import itertools
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,12 @@ def test_what_is_told_is_read_and_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
+    (tmp_path / progress.PROGRESS_FILE).mkdir()
+    remove_told(tmp_path)
+    assert load_told(tmp_path) is None
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"phase": 1}', b"\xff", b'{"phase": "x", "more": 1}'])
 def test_what_cannot_be_read_is_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / progress.PROGRESS_FILE).write_bytes(content)
@@ -146,6 +153,30 @@ def test_the_assumed_time_is_marked_until_a_run_is_measured(clock: list[float]) 
         (170.0, True, None),
         (60.0, False, "ok"),
     ]
+
+
+def test_a_run_that_takes_longer_takes_no_time_from_the_others(clock: list[float], tmp_path: Path) -> None:
+    follower, seen = follow([A, B], {("tp1-auto", 1): 100.0})
+    follower.begin(1, A)
+    clock[0] += 150
+    follower.enter("placing")
+    # Its start alone took longer than the whole run was to take: half of its rounds, in 50 s, tell that 25 s are left,
+    # half of them by its own pace, half in no time.
+    tell(tmp_path, "warm-up: fib 256 x1", 0.0)
+    follower.look(tmp_path, ready=True)
+    clock[0] += 50
+    tell(tmp_path, "round 2 of 3: fib 256 x1", 0.5)
+    follower.look(tmp_path, ready=True)
+    assert [m.left_s for m in seen] == [100.0, 100.0, 125.0]
+
+
+def test_a_rate_is_that_of_the_phase_that_was_told(clock: list[float], tmp_path: Path) -> None:
+    follower, seen = follow([A], {})
+    follower.begin(1, A)
+    tell(tmp_path, "round 2 of 3: fib 256 x1", 0.5)
+    follower.look(tmp_path, ready=True)
+    follower.enter("ending")
+    assert [m.tok_s for m in seen] == [61.2, None]
 
 
 def test_a_failed_run_tells_no_time_and_a_skipped_one_takes_none(clock: list[float]) -> None:
@@ -241,6 +272,14 @@ def test_a_log_has_plain_lines_seconds_apart(capsys: pytest.CaptureFixture[str],
     ]
 
 
+def test_a_log_says_once_what_stays_the_same(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
+    with show_progress() as listener:
+        for cell in ["fib", *["json"] * 100]:
+            listener(moment(phase=f"round 1 of 3: {cell} 256 x1"))
+            clock[0] += 1
+    assert [line.split()[-3] for line in capsys.readouterr().out.splitlines()] == ["fib", "json"]
+
+
 class Gone(io.StringIO):
     def flush(self) -> None:
         raise BrokenPipeError
@@ -255,9 +294,90 @@ def test_a_reader_that_left_ends_no_sweep(monkeypatch: pytest.MonkeyPatch) -> No
     assert "tp4-b16" in pipe.getvalue()
 
 
+def test_without_a_standard_output_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as after `>&-`
+    with show_progress() as listener:
+        listener(HERE)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class Narrow(io.TextIOWrapper):
+    """A stream that lacks most letters."""
+
+    def __init__(self, *, live: bool) -> None:
+        super().__init__(io.BytesIO(), encoding="ascii")
+        self.isatty = lambda: live  # type: ignore[method-assign]
+
+    def shown(self) -> str:
+        return self.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_letter_that_a_terminal_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    stream = Narrow(live=live)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    with show_progress() as listener:
+        listener(moment(phase="round 1 of 3: Größe 256 x1, cut at the end of its line"))
+        listener(moment(phase="Größe", ended="ok"))
+    assert "round 1 of 3: Gr??e" in stream.shown()
+    assert ("its line" in stream.shown()) != live  # a terminal's is cut by an ellipsis, which it lacks, too
+    assert "[1/2] tp1-auto ok" in stream.shown()
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), UnicodeEncodeError("x", "…", 0, 1, "lacks it")])
+@pytest.mark.parametrize("live", [True, False])
+def test_a_terminal_that_goes_away_ends_no_sweep(monkeypatch: pytest.MonkeyPatch, live: bool, error: Exception) -> None:
+    """As when a window is closed over `setsid benchlib sweep`: every write fails from then on."""
+    terminal = Terminal() if live else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def gone(_: str) -> int:
+        raise error
+
+    with show_progress() as listener:
+        listener(HERE)
+        terminal.write = gone  # type: ignore[method-assign, assignment]
+        for ended in (None, "ok", None):
+            listener(moment(phase="ok", ended=ended))
+    assert sys.stdout is terminal
+    assert "tp4-b16" in terminal.getvalue()
+    with show_progress() as listener:  # gone before it began
+        listener(HERE)
+    assert sys.stdout is terminal
+
+
+def test_what_fails_in_a_sweep_is_not_hidden_by_its_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(OSError, match="disk"), show_progress():
+        raise OSError("disk")
+
+
+def test_nothing_is_drawn_between_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the display's own would draw during rounds."""
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    before = threading.enumerate()
+    with show_progress() as listener:
+        listener(HERE)
+        assert threading.enumerate() == before
+
+
+def test_the_bar_is_the_share_of_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with show_progress() as listener:
+        listener(moment(number=2, total=4, done=0.4))
+    # One run of four and 0.4 of the second: 0.35 of 40; the rest of the bar is of another colour.
+    assert len(re.findall("━+", terminal.getvalue())[0]) == 14
 
 
 def test_a_terminal_has_two_live_lines_and_keeps_what_ended(monkeypatch: pytest.MonkeyPatch) -> None:
