@@ -6,11 +6,13 @@ Exit codes: 0 ok, 1 a run failed or could not be made, 2 usage, 3 a gate failed.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +67,12 @@ def main() -> None:
     except BenchlibError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"cannot read or write {error.filename}: " if error.filename else ""
+        typer.echo(f"error: {where}{error.strerror or error}", err=True)
+        sys.exit(1)
 
 
 @app.command()
@@ -160,13 +168,24 @@ def sweep(
     try:
         outcomes = run_sweep(runs, results=results, force=force, assumed=loaded.assumed)
     except KeyboardInterrupt:
-        typer.echo("interrupted: the server is ended, finished runs are kept", err=True)
+        _say("interrupted: the server is ended, finished runs are kept", err=True)
         raise typer.Exit(INTERRUPTED) from None
     failed = [outcome for outcome in outcomes if outcome.status == "failed"]
     for outcome in failed:
-        typer.echo(f"failed: {outcome.spec.run_name}: {outcome.error}", err=True)
-    typer.echo(f"{len(outcomes) - len(failed)} of {len(outcomes)} runs ok in {results / runs[0].campaign}")
+        _say(f"failed: {outcome.spec.run_name}: {outcome.error}", err=True)
+    _say(f"{len(outcomes) - len(failed)} of {len(outcomes)} runs ok in {results / runs[0].campaign}")
     raise typer.Exit(1 if failed else 0)
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    """Say how a sweep ended; heard or not, its exit code is that of its runs."""
+    with suppress(OSError, UnicodeError):
+        typer.echo(text, err=err)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:  # what is left in it would fail again as Python ends, with an exit code of its own
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @app.command()
@@ -279,7 +298,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool, title: str, columns: Sequen
         table.add_column(key, justify="right" if numeric else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(_cell(row[key]) for key in shown))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    Console(width=None if sys.stdout and sys.stdout.isatty() else 200).print(table)
 
 
 def _cell(value: object) -> str:

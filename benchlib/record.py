@@ -229,3 +229,5 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError as error:
         raise RecordError(f"{path} is missing: the run did not finish; run its sweep again") from error
+    except NotADirectoryError as error:
+        raise RecordError(f"{path.parent} is not a folder: move it away and run its sweep again") from error

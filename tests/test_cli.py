@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -223,6 +224,58 @@ def test_a_sweep_with_a_failed_run_exits_1(
     assert "[1/1] tp1-auto failed" in out
     assert "failed: tp1-auto: the server exited with code 7" in err
     assert f"0 of 1 runs ok in {tmp_path / 'c'}" in out
+
+
+def test_a_sweeps_exit_code_is_its_runs_though_nobody_reads(
+    sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `| head -1`; and where standard output was closed from the start, `>&-`."""
+    command = [sys.executable, "-c", "from benchlib.cli import main; main()", "sweep", str(sweep_file)]
+    command += ["--results", str(tmp_path), "--only", "tp1-auto", "--force"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for how in ('exec "$@" | head -n 1', 'exec "$@" >&-'):
+        shell = ["bash", "-c", f"set -o pipefail; {how}", "bash", *command]
+        done = subprocess.run(shell, cwd=ROOT, env=buffered, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.count("\n") == ("head" in how)
+
+
+@pytest.mark.parametrize("errors", [False, True])
+def test_an_end_that_nobody_can_hear_changes_no_exit_code(
+    run: Any, sweep_file: Path, monkeypatch: pytest.MonkeyPatch, errors: bool
+) -> None:
+    def ended(runs: list[RunSpec], **_: Any) -> list[Outcome]:
+        if errors:
+            raise KeyboardInterrupt
+        return [Outcome(spec, "ok", 1.0) for spec in runs]
+
+    def unheard(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("benchlib.sweep.run_sweep", ended)
+    monkeypatch.setattr("typer.echo", unheard)
+    assert run("sweep", sweep_file)[0] == (130 if errors else 0)
+
+
+def test_what_cannot_be_read_or_written_is_one_message_and_code_1(run: Any, sweep_file: Path, tmp_path: Path) -> None:
+    results, campaign = tmp_path / "r", tmp_path / "r" / "c"
+    (campaign / "tp1-b16").parent.mkdir(parents=True)
+    (campaign / "tp1-b16").write_text("a file\n")
+    (tmp_path / "l" / "c" / ".lock").mkdir(parents=True)
+    one = ["--only", "tp1-b16"]
+    for arguments, name, why in (
+        (["sweep", sweep_file, "--results", "/proc/x"], "/proc/x", "No such file or directory"),
+        (["sweep", sweep_file, "--results", sweep_file], sweep_file / "c", "Not a directory"),
+        (["sweep", sweep_file, "--results", tmp_path / "l"], tmp_path / "l" / "c" / ".lock", "Is a directory"),
+        (["sweep", sweep_file, "--results", results, *one], campaign / "tp1-b16", "Not a directory"),
+        (["report", results / "c", "--out", "/proc/x"], "/proc/x", "No such file or directory"),
+    ):
+        code, _, err = run(*arguments)
+        assert (code, err) == (1, f"error: cannot read or write {name}: {why}\n")
+    assert (campaign / "tp1-b16").read_text() == "a file\n"
+    code, out, err = run("plan", sweep_file, "--results", results, *one)
+    assert (code, err) == (0, "")
+    assert "tp1-b16" in out
 
 
 def test_an_interrupted_sweep_says_so(run: Any, sweep_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
