@@ -58,17 +58,11 @@ def _format_bench(found: dict[str, Any]) -> str:
 
 
 def _server_limit(url: str) -> int | None:
-    """How many requests an SGLang server runs at once, over all its replicas; None where it does not tell."""
+    """How many requests an SGLang server runs at once; None where it does not tell."""
     from benchlib.client import get_json
+    from benchlib.server import running_limit
 
     try:
-        info = get_json(f"{url.rstrip('/')}/server_info")
+        return running_limit(get_json(f"{url.rstrip('/')}/server_info"))
     except RequestError:
         return None
-    states, replicas = info.get("internal_states"), info.get("dp_size")
-    state = states[0] if isinstance(states, list) and states else None
-    each = state.get("effective_max_running_requests_per_dp") if isinstance(state, dict) else None
-    if type(each) is int:  # and no bool
-        return each * (replicas if type(replicas) is int and replicas > 1 else 1)
-    total = info.get("max_running_requests")
-    return total if type(total) is int else None

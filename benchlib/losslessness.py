@@ -271,12 +271,12 @@ def _judge(run: _Run, runs: Sequence[_Run], checks: Mapping[str, Check], floors:
         chain = next((c for r in near if (c := checks[r.condition]).outputs and c.verdict != "NOT lossless"), None)
     own = floors.get(auto.condition)
     dtype = str((auto.record.server.info if auto.record.server else {}).get("dtype"))
-    near = NEAR_TIE.get(dtype, NEAR_TIE["half"])
+    tie = NEAR_TIE.get(dtype, NEAR_TIE["half"])
     exact = [d.gap for floor in (own, chain) if floor for d in floor.divergences if d.gap is not None and not d.beyond]
-    limit = max([near, *(2 * gap for gap in exact if gap <= OWN_DOUBT * near)])
+    limit = max([tie, *(2 * gap for gap in exact if gap <= OWN_DOUBT * tie)])
     check = _compare(_of(run, runs), [auto], auto.gaps)
     verdict, reason = _verdict(check, chain, limit)
-    if check.divergences and own and (doubt := _own_doubt(own, OWN_DOUBT * near)):
+    if check.divergences and own and (doubt := _own_doubt(own, OWN_DOUBT * tie)):
         verdict, reason = "cannot tell", doubt
     return replace(check, verdict=verdict, reason=reason, near_tie=limit)
 

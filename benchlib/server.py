@@ -30,7 +30,7 @@ from benchlib.server_log import explain_death
 from benchlib.spec import RunSpec
 from benchlib.stream import request_record
 
-__all__ = ["SERVER_FILE", "Server", "Starting", "attach_server", "open_server", "start_server"]
+__all__ = ["SERVER_FILE", "Server", "Starting", "attach_server", "open_server", "running_limit", "start_server"]
 
 HOST = "127.0.0.1"
 LOG_FILE = "server.log"
@@ -339,13 +339,22 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def running_limit(info: dict[str, Any]) -> int | None:
+    """How many requests a server runs at once, over all its replicas, by its /server_info; None: it does not tell."""
+    states, replicas = info.get("internal_states"), info.get("dp_size")
+    state = states[0] if isinstance(states, list) and states else None
+    each = state.get("effective_max_running_requests_per_dp") if isinstance(state, dict) else None
+    if type(each) is int:  # and no bool
+        return each * (replicas if type(replicas) is int and replicas > 1 else 1)
+    total = info.get("max_running_requests")
+    return total if type(total) is int else None
+
+
 def _with_info(record: ServerRecord, info: dict[str, Any]) -> ServerRecord:
-    states = info.get("internal_states") or [{}]
-    limit = states[0].get("effective_max_running_requests_per_dp", info.get("max_running_requests"))
     told = {
         "version": info.get("version"),
         "verify_tokens": verify_tokens(info),
-        "effective_max_running_requests": limit if isinstance(limit, int) else None,
+        "effective_max_running_requests": running_limit(info),
         "info": _scrub(info),
     }
     return record.model_copy(update=told)
