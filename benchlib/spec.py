@@ -41,8 +41,9 @@ PromptSet = Literal["openings", "instructions", "random-ids"]
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 NAME_OR_EMPTY = rf"^({NAME})?$"
 FolderName = Annotated[str, Field(pattern=rf"^{NAME}$")]
-Positive = Annotated[int, Field(ge=1, strict=True)]  # `true` is no 1
-TreeBudget = Annotated[int, Field(ge=1, le=1024, description="nodes beside the root")]
+Whole = Annotated[int, Field(strict=True)]  # `true` is no 1
+Positive = Annotated[Whole, Field(ge=1)]
+TreeBudget = Annotated[Whole, Field(ge=1, le=1024, description="nodes beside the root")]
 Unique = AfterValidator(_unique)
 M = TypeVar("M", bound=BaseModel)
 
@@ -72,9 +73,9 @@ class Workload(Frozen):
     concurrency: Annotated[
         tuple[Positive, ...], Field(min_length=1, description="requests sent at once in a round"), Unique
     ] = (1,)
-    warmups: int = Field(1, ge=0, description="untimed rounds of each cell, of 32 tokens at most, kept apart")
-    repeats: int = Field(3, ge=1, description="timed rounds of each cell; a round is `concurrency` requests at once")
-    max_repeats: int = Field(0, ge=0, description="0: `repeats` it is; else cells go on up to so many, until precise")
+    warmups: Whole = Field(1, ge=0, description="untimed rounds of each cell, of 32 tokens at most, kept apart")
+    repeats: Whole = Field(3, ge=1, description="timed rounds of each cell; a round is `concurrency` requests at once")
+    max_repeats: Whole = Field(0, ge=0, description="0: `repeats` it is; else cells go on up to so many, until precise")
     precision: float = Field(0.01, gt=0, lt=1, description="half-width of a cell's 95% interval that ends its rounds")
     temperature: float = Field(0.0, ge=0.0, description="0: greedy, which alone can be validated")
     ignore_eos: bool = Field(True, description="generate the tokens asked for, whatever the model would end with")
@@ -95,8 +96,8 @@ class Conditions(Frozen):
     """What a sweep holds equal in all of its runs."""
 
     engine: Engine = "reference"
-    block_size: int = Field(16, ge=2, le=64, description="DFlash block: anchor + block_size - 1 drafts")
-    seed: int = Field(0, description="of the server, and of `random-ids` prompts")
+    block_size: Whole = Field(16, ge=2, le=64, description="DFlash block: anchor + block_size - 1 drafts")
+    seed: Whole = Field(0, description="of the server, and of `random-ids` prompts")
     nccl_file: str = Field("", description="TOML file of own NCCL profiles, beside the ones that come with benchlib")
     measured_links: str = Field("", description="file of `benchlib topology --measure` that placement is to prefer")
     max_running_requests: Positive = Field(8, description="the server's limit of requests at once")
@@ -216,7 +217,7 @@ class Axes(Frozen):
 class Variant(Axes):
     """Further conditions of a sweep under a name of their own; an axis that it leaves out is the sweep's."""
 
-    block_size: int | None = None
+    block_size: Whole | None = None
     server_args: tuple[str, ...] = Field((), description="added to the engine's")
     server_env: dict[str, str] = Field(default_factory=dict, description="added to the engine's")
 
@@ -233,7 +234,7 @@ class Sweep(Conditions, Axes):
 
     name: FolderName
     description: str = ""
-    order_seed: int = 0
+    order_seed: Whole = 0
     engines: dict[Engine, EngineOptions] = Field(default_factory=dict)
     variants: dict[FolderName, Variant] = Field(default_factory=dict)
     assumed: Assumed | None = None

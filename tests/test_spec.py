@@ -25,7 +25,7 @@ def test_names() -> None:
 
 
 def test_hash_is_of_the_content() -> None:
-    assert RunSpec().hash == RunSpec(seed=0).hash
+    assert RunSpec().hash == RunSpec(seed=0).hash == "24e137a884bf21d7"  # another one: every run is measured again
     assert RunSpec().hash != RunSpec(seed=1).hash
     assert RunSpec().hash != RunSpec(workload=Workload(repeats=4)).hash
     assert content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1})
@@ -40,6 +40,10 @@ def test_parameters_are_flat_and_come_back() -> None:
     assert RunSpec.from_parameters(flat) == spec
 
 
+# Fields that count: `true` is no 1, as it would be in Python.
+WHOLE = ("block_size", "max_repeats", "max_running_requests", "repeats", "seed", "start", "tp_size", "warmups")
+
+
 @pytest.mark.parametrize(
     ("parameters", "expected"),
     [
@@ -50,7 +54,13 @@ def test_parameters_are_flat_and_come_back() -> None:
         ({"tp_sizes": 2}, "tp_sizes"),
         ({"repeats": 0, "engine": "vllm", "seed": "x"}, "3 problem"),
         ({"campaign": "../up"}, "campaign"),
-        ({"start": True}, "start"),
+        *(({name: True}, rf"{name}: Input should be a valid integer \(got True\)") for name in WHOLE),
+        *(
+            ({name: [True]}, rf"{name}\.0: Input should be a valid integer")
+            for name in ("max_new_tokens", "concurrency")
+        ),
+        ({"method": "ddtree", "tree_budget": True}, "tree_budget: Input should be a valid integer"),
+        ({"repeats": 3.0}, "repeats: Input should be a valid integer"),
         ({"request_timeout_s": float("inf")}, "request_timeout_s"),
     ],
 )
@@ -117,6 +127,10 @@ def test_overrides_merge_into_tables(tmp_path: Path) -> None:
         ('name = "x"\n[variants.v]\ncolour = 1\n', "variants.v.colour"),
         ('name = "x"\nvariants = 3\n', "variants"),
         ('name = "x"\nstarts = true\n', "starts"),
+        ('name = "x"\norder_seed = true\n', "order_seed: Input should be a valid integer"),
+        ('name = "x"\ntree_budgets = [true]\n', "tree_budgets.0: Input should be a valid integer"),
+        ('name = "x"\ntp_size = [true]\n', "tp_size.0: Input should be a valid integer"),
+        ('name = "x"\n[variants.v]\nblock_size = true\n', "variants.v.block_size: Input should be a valid integer"),
         ('name = "x"\n[variants.v]\n', "variant v changes nothing"),
         ('name = "x"\n[variants.v]\nstarts = 3\n', "variant v changes nothing"),
         ('name = "x"\n[assumed]\nstart_s = 1\n', "assumed.decode_tok_s"),
@@ -223,6 +237,12 @@ def test_variants_inherit_and_override(tmp_path: Path) -> None:
     # Methods and budgets go together: the variant's linear brings no tree of the sweep along.
     assert (other.server_args, other.block_size, other.nccl_profile) == (("--a",), 8, "none")
     assert runs["tp2-auto"].server_env == {"A": "1", "B": "1"}
+
+
+@pytest.mark.parametrize("changed", ["tp_size = [2]", "tree_budgets = [8]", "block_size = 8", 'server_args = ["--x"]'])
+def test_one_change_makes_a_variant(tmp_path: Path, changed: str) -> None:
+    runs = load_sweep(write(tmp_path, f'name = "x"\n[variants.v]\n{changed}\n')).runs()
+    assert "v" in {run.variant for run in runs}
 
 
 def test_own_profiles_are_read_beside_the_sweep_file(tmp_path: Path) -> None:
