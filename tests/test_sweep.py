@@ -23,8 +23,8 @@ from filelock import FileLock
 from benchlib.environment import collect_environment
 from benchlib.errors import RecordError, ServerError, SpecError
 from benchlib.measure import measure_run, save_measurement
-from benchlib.progress import Moment
-from benchlib.record import load_record, load_requests, run_folder
+from benchlib.progress import PROGRESS_FILE, Moment
+from benchlib.record import load_record, load_requests, run_folder, save_run
 from benchlib.server import Starting, open_server
 from benchlib.spec import Assumed, RunSpec, Sweep
 from benchlib.sweep import Outcome, plan_sweep, run_sweep, select_runs, signals_raise
@@ -147,10 +147,10 @@ def test_the_time_left_comes_from_records_of_the_same_workload_else_is_assumed(
     assert seen[0].left_s == pytest.approx(1064, abs=5)
     assert {m.assumed for m in seen if not m.ended} == {True}
     seen.clear()
+    folder = tmp_path / "c" / "tp1-auto"
+    save_run(folder, load_record(folder).model_copy(update={"duration_s": 500.0}), load_requests(folder))
     run_one(spec, tmp_path, listener=seen.append, force=True)
-    record = load_record(tmp_path / "c" / "superseded" / "tp1-auto-1")
-    assert record.server
-    assert seen[0].left_s == pytest.approx(record.duration_s + (record.server.startup_s or 0), abs=1)
+    assert seen[0].left_s == pytest.approx(500, abs=5)  # it is finished, and made again
     assert not seen[0].assumed
     seen.clear()
     run_one(longer, tmp_path, listener=seen.append)
@@ -245,8 +245,12 @@ def test_a_killed_kernel_is_a_failed_run(
 def test_a_notebook_without_a_record_is_a_failed_run(
     make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchlib.sweep.execute_notebook", lambda *_, **__: None)
+    def execute(source: Path, output: Path, *_: Any, **__: Any) -> None:
+        (output.parent / PROGRESS_FILE).write_text("{}")  # as a kernel that was killed leaves it
+
+    monkeypatch.setattr("benchlib.sweep.execute_notebook", execute)
     assert "did not finish" in (run_one(make_spec(campaign="c"), tmp_path).error or "")
+    assert not (tmp_path / "c" / "tp1-auto" / PROGRESS_FILE).exists()
 
 
 def test_unknown_parameters_are_refused_before_anything_starts(
