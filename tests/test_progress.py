@@ -338,7 +338,10 @@ def test_a_terminal_that_goes_away_ends_no_sweep(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
 
-    def gone(_: str) -> int:
+    tried = []
+
+    def gone(text: str) -> int:
+        tried.append(text)
         raise error
 
     with show_progress() as listener:
@@ -347,6 +350,7 @@ def test_a_terminal_that_goes_away_ends_no_sweep(monkeypatch: pytest.MonkeyPatch
         for ended in (None, "ok", None):
             listener(moment(phase="ok", ended=ended))
     assert sys.stdout is terminal
+    assert len(tried) == (1 if live else 3)  # a display would try all that it drew before, again and again
     assert "tp4-b16" in terminal.getvalue()
     with show_progress() as listener:  # gone before it began
         listener(HERE)
