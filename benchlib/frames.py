@@ -164,8 +164,10 @@ def load_campaigns(paths: Iterable[Path | str]) -> list[Campaign]:
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:
     """Rows as plain dicts in which missing is None."""
-    plain = frame.astype(object)
-    return [{str(k): v for k, v in row.items()} for row in plain.where(plain.notna(), None).to_dict("records")]
+    # Column by column: `to_dict` would look at each of a campaign's million values for its type.
+    columns = [series.astype(object).where(series.notna(), None).tolist() for _, series in frame.items()]
+    names = [str(name) for name in frame.columns]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any] | Sequence[str]) -> list[list[Row]]:
