@@ -19,7 +19,7 @@ from benchlib.client import call, generate_round, run_async
 from benchlib.draft_tree import DraftTree, measure_draft_tree, save_draft_tree
 from benchlib.errors import RequestError
 from benchlib.gaps import PromptGaps, measure_gaps, save_gaps
-from benchlib.nccl import parse_nccl_log
+from benchlib.nccl import NcclLog, parse_nccl_log
 from benchlib.progress import Teller, remove_told
 from benchlib.prompts import Prompt, build_prompts
 from benchlib.record import CellRecord, RequestRecord, RunRecord, ServerRecord, run_identity, save_run
@@ -145,7 +145,8 @@ def save_measurement(
         environment = {**environment, "clock": json.loads(check.read_bytes())}
     path = folder / server.log
     log = path.read_text(encoding="utf-8", errors="replace") if server.log and path.is_file() else ""
-    nccl = parse_nccl_log(log) if spec.tp_size > 1 and log else None
+    told = parse_nccl_log(log) if spec.tp_size > 1 and log else NcclLog()
+    nccl = None if told == NcclLog() else told  # an engine without NCCL has nothing to say
     warnings = (
         *check_run(spec, environment, server, nccl),
         *(check_log(read_log_facts(log)) if server.placement else ()),
