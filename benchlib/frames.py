@@ -23,7 +23,7 @@ from benchlib import metrics
 from benchlib.ceilings import Bandwidth, load_bandwidth
 from benchlib.draft_tree import DraftTree, load_draft_tree
 from benchlib.errors import RecordError
-from benchlib.losslessness import not_lossless
+from benchlib.losslessness import Validation, not_lossless, validate_loaded
 from benchlib.record import RequestRecord, RunRecord, load_record, load_requests
 from benchlib.spec import RunSpec
 from benchlib.telemetry import TelemetryRecord, counter_energy_j, energy_j, load_telemetry, throttled_share
@@ -33,7 +33,7 @@ __all__ = [
     *("build_failures", "build_provenance", "build_requests", "build_rounds", "build_warnings", "condense_warnings"),
     "condition_of",
     *("condition_label", "device_label", "find_file", "find_folder", "grouped", "load_campaign", "load_campaigns"),
-    *("DETECTION", "build_detection", "load_run", "method_label", "rows_of"),
+    *("DETECTION", "build_detection", "build_validation", "load_run", "method_label", "rows_of"),
 ]
 
 ALL = "all"
@@ -93,6 +93,7 @@ class Campaign:
     broken: dict[str, str] = field(default_factory=dict)
     bandwidth: tuple[Bandwidth, ...] = ()
     not_lossless: dict[str, str] = field(default_factory=dict)
+    validation: Validation | None = None
 
 
 def find_folder(path: Path | str) -> Path:
@@ -130,7 +131,8 @@ def load_campaign(path: Path | str) -> Campaign:
             broken[child.name] = str(error)
     if not runs and not broken:
         raise RecordError(f"{path} holds no run: expected folders such as {folder.name}/tp1-auto/record.json")
-    return Campaign(folder.name, tuple(runs), broken, load_bandwidth(folder), _struck(folder, runs))
+    judged = validate_loaded(folder, ((run.name, run.record, run.requests) for run in runs))
+    return Campaign(folder.name, tuple(runs), broken, load_bandwidth(folder), not_lossless(judged), judged)
 
 
 def load_run(path: Path | str) -> LoadedRun:
@@ -147,10 +149,6 @@ def _drawn_tree(folder: Path) -> DraftTree | None:
         return load_draft_tree(folder)
     except RecordError:
         return None
-
-
-def _struck(folder: Path, runs: Sequence[LoadedRun]) -> dict[str, str]:
-    return not_lossless(folder, ((run.name, run.record, run.requests) for run in runs))
 
 
 def load_campaigns(paths: Iterable[Path | str]) -> list[Campaign]:
@@ -250,6 +248,23 @@ def build_failures(campaigns: Iterable[Campaign]) -> pd.DataFrame:
     for campaign in campaigns:
         rows += [*((run.name, run.reason) for run in campaign.runs if not run.ok), *campaign.broken.items()]
     return pd.DataFrame(rows, columns=["run", "reason"])
+
+
+def build_validation(campaigns: Iterable[Campaign]) -> pd.DataFrame:
+    """Each method's outputs held against auto's, token by token, one row a condition; texts."""
+    rows = [
+        (
+            check.condition,
+            check.verdict,
+            f"{check.identical} of {check.outputs}",
+            check.against,
+            check.reason or "all outputs are auto's own",
+        )
+        for campaign in campaigns
+        if campaign.validation
+        for check in campaign.validation.methods
+    ]
+    return pd.DataFrame(rows, columns=["condition", "verdict", "identical outputs", "against", "why"])
 
 
 def build_detection(path: Path = DETECTION) -> pd.DataFrame:

@@ -30,7 +30,7 @@ from benchlib.record import RequestRecord, RunRecord, load_record, load_requests
 
 __all__ = [
     *("FALSE_ALARM", "NEAR_TIE", "Check", "Divergence", "Validation", "Verdict", "first_divergence"),
-    *("not_lossless", "unjudged_runs", "validate_campaign"),
+    *("not_lossless", "unjudged_runs", "validate_campaign", "validate_loaded"),
 ]
 
 Verdict = Literal["lossless", "within numeric noise", "cannot tell", "NOT lossless"]
@@ -187,19 +187,15 @@ def _validate(campaign: str, runs: Sequence[_Run]) -> Validation:
     return Validation(campaign, (*checks.values(),), (*floors.values(),), tuple(budgets), names)
 
 
-def not_lossless(
-    folder: Path | str, loaded: Iterable[tuple[str, RunRecord, Sequence[RequestRecord]]] | None = None
-) -> dict[str, str]:
-    """Why speedups are struck, by run name: every start of every condition that is NOT lossless; empty for none.
-
-    `loaded` are the campaign's runs (name, record, requests) where they were read already.
-    """
+def validate_loaded(folder: Path | str, loaded: Iterable[tuple[str, RunRecord, Sequence[RequestRecord]]]) -> Validation:
+    """As `validate_campaign`, of runs (name, record, requests) that were read already; of none, an empty one."""
     folder = Path(folder)
-    if loaded is None:
-        runs = list(_load(folder))
-    else:
-        runs = [_Run(n, record, rs, _known_gaps(folder / n)) for n, record, rs in loaded if record.status == "ok"]
-    found = _validate("", runs)
+    runs = [_Run(n, record, rs, _known_gaps(folder / n)) for n, record, rs in loaded if record.status == "ok"]
+    return _validate(folder.name, runs)
+
+
+def not_lossless(found: Validation) -> dict[str, str]:
+    """Why speedups are struck, by run name: every start of every condition that is NOT lossless; empty for none."""
     bad = {check.condition: check.reason for check in found.methods if check.verdict == "NOT lossless"}
     return {name: bad[condition] for name, condition in found.runs.items() if condition in bad}
 

@@ -7,6 +7,7 @@ that is not a field of `RunSpec` or `Workload` is refused before anything starts
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -338,11 +339,24 @@ def _checked(model: type[M], data: dict[str, Any], where: str) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        lines = [_problem(e["loc"], e["msg"].removeprefix("Value error, "), e["input"]) for e in error.errors()]
+        lines = [
+            _problem(e["loc"], _in_words(e["type"], e["msg"], e["loc"], model), e["input"]) for e in error.errors()
+        ]
         allowed = ", ".join(sorted(model.model_fields))
         raise SpecError(
             f"{where} has {len(lines)} problem(s):\n" + "\n".join(lines) + f"\nallowed keys: {allowed}"
         ) from None
+
+
+def _in_words(kind: str, message: str, place: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    """pydantic's message, in the words of a sweep file where it has none of those."""
+    if kind == "extra_forbidden":
+        known = [*model.model_fields, *(f"workload.{name}" for name in Workload.model_fields)]
+        near = difflib.get_close_matches(str(place[-1]), known, n=1)
+        return "is no key here" + (f"; did you mean {near[0]}?" if near else "")
+    if kind == "tuple_type":
+        return "should be a list, such as [16]"
+    return message.removeprefix("Value error, ")
 
 
 def _problem(place: tuple[int | str, ...], message: str, value: object) -> str:

@@ -33,6 +33,7 @@ from benchlib.measure import CLOCK_FILE, WARMUP_TOKENS
 from benchlib.notebook import execute_notebook, read_parameters
 from benchlib.placement import Placement
 from benchlib.progress import Follower, Listener, remove_told, show_progress
+from benchlib.prompts import build_prompts
 from benchlib.record import RunRecord, load_record, load_requests, run_folder, run_identity, save_run, write_atomic
 from benchlib.server import HOST, Server, Starting, attach_server
 from benchlib.spec import Assumed, RunSpec, Sweep
@@ -168,12 +169,14 @@ def run_sweep(
     """Run what is not finished, one after the other; a failed run is recorded and the next one goes on.
 
     `listener` hears how far it is; without one that is shown on standard output. `assumed` tells the time left until a
-    record does. Raises SpecError before anything starts when the notebook does not know a parameter, RecordError when
-    another sweep works on the same campaign.
+    record does. Raises, before anything starts, SpecError for a parameter that the notebook does not know or a prompt
+    that is none, RecordError when another sweep works on the same campaign.
     """
     if not runs:
         raise SpecError("nothing to run: the selection is empty")
     _check_parameters(notebook, runs[0])
+    for spec in runs:
+        build_prompts(spec.workload.prompt_set, spec.workload.prompts, vocab_size=1)  # SpecError for what is none
     outcomes, checked = [], False
     shown = show_progress() if listener is None else nullcontext(listener)
     with _locked(results / runs[0].campaign), signals_raise(), shown as hears:
@@ -221,6 +224,8 @@ def _check_clock(runs: Sequence[RunSpec], campaign: Path) -> None:
 def _run_one(spec: RunSpec, results: Path, notebook: Path, state: RunState, follower: Follower) -> Outcome:
     began = time.monotonic()
     follower.enter("placing")
+    if state in ("stale", "finished") and (hindrance := _hindrance(spec)):
+        return Outcome(spec, "failed", 0.0, f"its finished record stays where it is: {hindrance}")
     folder = run_folder(results, spec)
     _make_room(folder, state)
     environment = collect_environment(spec)
@@ -273,6 +278,16 @@ def _watch(server: Server, folder: Path, follower: Follower) -> bool:
     ready = server.poll()
     follower.look(folder, ready=ready)
     return ready
+
+
+def _hindrance(spec: RunSpec) -> str:
+    """Why a server cannot even be asked for; empty where it can. What is measured is not put aside for such a run."""
+    try:
+        if not spec.attach:
+            build_launch(spec, host=HOST, port=PLAN_PORT)
+    except BenchlibError as error:
+        return str(error)
+    return ""
 
 
 def _look(spec: RunSpec, results: Path) -> tuple[RunState, RunRecord | None]:

@@ -52,10 +52,12 @@ _CITED = (
     ("TP 1, DDTree b15 over DFlash linear", "1.63 ×", None),
     ("TP 4, DDTree b15, 8 requests at once", "1270.8 tok/s in all", None),
 )
+CITED_MODEL = "qwen3.6-27b"
 _CITED_CAPTION = "Cited figures of an earlier campaign, beside this one's"
 _CITED_NOTE = (
     "Cited, not ours: published figures of a Qwen3.6-27B campaign on 8 RTX PRO 6000 GPUs over PCIe. "
-    "Another machine and another model: side by side for orientation, not compared."
+    "Another machine: for orientation, not compared. Ours stand beside them only for that model, its real weights and "
+    "256 tokens."
 )
 _AXES = {"nccl_profile": "NCCL", "numa_policy": "NUMA", "variant": "variant"}
 _AB_NOTE = (
@@ -231,7 +233,8 @@ def _drift_table(rows: Sequence[Row], source: str) -> Table:
 def _ours(rows: Sequence[Row], where: tuple[int, str, int | None, str] | None) -> str:
     *axes, key = where or (None, "")
     for r in rows:
-        if [r["tp_size"], r["method"], r["tree_budget"]] == axes and r["prompt"] == ALL and r[key] is not None:
+        same = [r["tp_size"], r["method"], r["tree_budget"]] == axes and r["prompt"] == ALL and r.get(key) is not None
+        if same and r["weights"] == "real" and r["max_new_tokens"] == 256 and CITED_MODEL in str(r["model"]).lower():
             return f"{r[key]:.1f} {METRICS[key].unit}"
     return "—"
 

@@ -205,3 +205,18 @@ def test_warnings_are_condensed_to_one_row_a_kind() -> None:
         {"warning": "attached", "where": "tp1-auto", "text": "the server was started elsewhere."},
     ]
     assert frames.condense_warnings(found.iloc[:0]).empty
+
+
+def test_a_campaign_says_of_itself_whether_it_is_lossless(tmp_path: Path) -> None:
+    sweep = synthetic.build_sweep(tp_size=(1,), tree_budgets=(16,))
+    rows = frames.rows_of(frames.build_validation([frames.load_campaign(synthetic.save_campaign(tmp_path, sweep))]))
+    # Synthetic requests have no tokens, so nothing can be said of them.
+    assert [(r["condition"], r["verdict"], r["identical outputs"]) for r in rows] == [
+        ("tp1-linear", "cannot tell", "0 of 0"), ("tp1-b16", "cannot tell", "0 of 0"),
+    ]  # fmt: skip
+    sample = Path(__file__).parents[1] / "results" / "laptop-sample"
+    rows = frames.rows_of(frames.build_validation([frames.load_campaign(sample)]))
+    assert {(r["verdict"], r["identical outputs"], r["why"]) for r in rows} == {
+        ("lossless", "12 of 12", "all outputs are auto's own")
+    }
+    assert len(rows) == 10

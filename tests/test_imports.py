@@ -65,7 +65,7 @@ COLLECTING = {
     "notebook": set(),
     "sweep": {
         *("clock", "engines", "environment", "errors", "host", "machine", "measure", "notebook", "placement"),
-        *("progress", "record", "server", "spec", "topology", "warnings"),
+        *("progress", "prompts", "record", "server", "spec", "topology", "warnings"),
     },
 }
 ANALYSING = {

@@ -22,6 +22,7 @@ from benchlib.losslessness import (
     first_divergence,
     not_lossless,
     validate_campaign,
+    validate_loaded,
 )
 from benchlib.metrics import repetition_share
 from benchlib.prompts import Prompt
@@ -141,7 +142,7 @@ def test_equal_outputs_are_lossless(tmp_path: Path) -> None:
     assert [c.outputs for c in found.methods] == [8, 8]
     assert found.methods[1].row()["share_identical"] == 1
     assert [c.condition for c in found.floors] == ["tp1-linear"]
-    assert not_lossless(tmp_path) == {}
+    assert not_lossless(validate_campaign(tmp_path)) == {}
 
 
 def test_a_clear_gap_is_a_fault(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_clear_gap_is_a_fault(tmp_path: Path) -> None:
     assert verdicts(tmp_path)["tp1-b32"] == "within numeric noise"
     assert validate_campaign(tmp_path).verdict == "NOT lossless"
     # Every start of the condition loses its speedup, and no other.
-    assert not_lossless(tmp_path) == {"tp1-b16": found.reason, "tp1-b16.2": found.reason}
+    assert not_lossless(validate_campaign(tmp_path)) == {"tp1-b16": found.reason, "tp1-b16.2": found.reason}
 
 
 def test_a_near_tie_is_numerics(tmp_path: Path) -> None:
@@ -389,7 +390,7 @@ def test_the_most_alike_auto_is_taken(tmp_path: Path) -> None:
 def test_failed_and_unreadable_runs_are_left_out(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="holds no finished run"):
         validate_campaign(tmp_path)
-    assert not_lossless(tmp_path) == {}
+    assert not_lossless(validate_loaded(tmp_path, [])) == {}
     save(tmp_path, RIGHT)
     tree(tmp_path, leaving(1, *PROMPTS), status="failed")
     (tmp_path / "tp1-linear").mkdir()
@@ -591,7 +592,7 @@ def test_the_gate_stops_what_is_not_lossless(tmp_path: Path) -> None:
 def test_figures_stand_without_gaps_that_cannot_be_read(tmp_path: Path) -> None:
     save(tmp_path, RIGHT, asked=gaps(1e-5))
     tree(tmp_path, leaving(5, "fib"))
-    assert not_lossless(tmp_path)
+    assert not_lossless(validate_campaign(tmp_path))
     (tmp_path / "tp1-auto" / "gaps.json").write_text("{")
     loaded = [(name, load_record(tmp_path / name), load_requests(tmp_path / name)) for name in ("tp1-auto", "tp1-b16")]
-    assert not_lossless(tmp_path, loaded) == {}
+    assert not_lossless(validate_loaded(tmp_path, loaded)) == {}

@@ -134,6 +134,9 @@ def test_overrides_merge_into_tables(tmp_path: Path) -> None:
         ('name = "x"\n[variants.v]\n', "variant v changes nothing"),
         ('name = "x"\n[variants.v]\nstarts = 3\n', "variant v changes nothing"),
         ('name = "x"\n[assumed]\nstart_s = 1\n', "assumed.decode_tok_s"),
+        ('name = "x"\ntree_budget = [16]\n', "tree_budget: is no key here; did you mean tree_budgets\\?"),
+        ('name = "x"\nprompts = ["fib"]\n', "prompts: is no key here; did you mean workload.prompts\\?"),
+        ('name = "x"\ntree_budgets = 16\n', r"tree_budgets: should be a list, such as \[16\] \(got 16\)"),
     ],
 )
 def test_a_bad_sweep_file_is_refused(tmp_path: Path, text: str, expected: str) -> None:

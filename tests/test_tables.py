@@ -169,12 +169,21 @@ def test_scaling_table_compares_with_the_ideal(campaign: Path, several: Path) ->
     assert build(several)[2]["scaling"].rows == ("No method was measured at two TP sizes under one set-up.",)
 
 
-def test_cited_figures_are_marked_and_kept_apart(campaign: Path) -> None:
+def test_cited_figures_are_marked_and_kept_apart(campaign: Path, tmp_path: Path) -> None:
     cited = build(campaign)[2]["cited"]
     assert "not ours" in cited.notes[0]
     first = cited.rows[0]
     assert not isinstance(first, str)
-    assert (first[1].text, first[2].text.endswith("tok/s")) == ("about 26 tok/s", True)
+    assert (first[1].text, first[2].text) == ("about 26 tok/s", "—")  # another model, and 96 tokens
+    ours = synthetic.build_sweep(
+        engine="sglang", tp_size=(1,), tree_budgets=(15,), workload=synthetic.Workload(max_new_tokens=(256,)),
+        engines={"sglang": {"model_path": "Qwen/Qwen3.6-27B"}},
+    )  # fmt: skip
+    rows = build(synthetic.save_campaign(tmp_path, ours))[2]["cited"].rows
+    shown = {row[0].text: row[2].text for row in rows if not isinstance(row, str)}
+    assert shown["TP 1, autoregressive"].endswith("tok/s")
+    assert shown["TP 1, DDTree b15 over autoregressive, 256 tokens"].endswith("×")
+    assert shown["TP 1, DDTree b15 over autoregressive, 1024 tokens"] == "—"
 
 
 def test_failed_cells_say_why(tmp_path: Path) -> None:
