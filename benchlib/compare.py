@@ -34,7 +34,7 @@ from benchlib.verdicts import (
     log_interval,
     log_ratio,
     observations,
-)  # fmt: skip
+)
 from benchlib.warnings import format_warning
 
 __all__ = [
@@ -165,9 +165,12 @@ def find_drifts(rows: Iterable[dict[str, Any]]) -> list[tuple[str, str, Drift | 
     for group in grouped(pooled, ("campaign", "max_new_tokens", "concurrency")):
         times = [observations(r["tpot_starts"], "start") for r in group]
         drift = build_drift([[*zip(r["start_places"], t, strict=True)] for r, t in zip(group, times, strict=True)])
-        what = f"{group[0]['max_new_tokens']} new tokens, {group[0]['concurrency']} at once"
-        found.append((str(group[0]["campaign"]), what, drift))
+        found.append((str(group[0]["campaign"]), _workload(group[0]), drift))
     return found
+
+
+def _workload(row: Row) -> str:
+    return f"{row['max_new_tokens']} new tokens, {row['concurrency']} at once"
 
 
 def build_warnings(campaigns: Iterable[Campaign], results: pd.DataFrame) -> pd.DataFrame:
@@ -229,7 +232,7 @@ def start_spreads(path: Path) -> dict[str, tuple[float, int]]:
     for group in grouped(cells, ("max_new_tokens", "concurrency")):
         spread = between_sd(observations(r["tpot_starts"], "start") for r in group)
         if spread is not None:
-            found[f"{group[0]['max_new_tokens']} new tokens, {group[0]['concurrency']} at once"] = spread
+            found[_workload(group[0])] = spread
     return found
 
 

@@ -25,7 +25,7 @@ from benchlib.compare import BASELINE
 from benchlib.drawing import WIDTHS_IN, Drawing, draw_sentence, method_style, save_figure
 from benchlib.errors import ReportError
 from benchlib.frames import ALL, Row, grouped, method_label, rows_of
-from benchlib.optimum import ENOUGH, budget_points, predict_optimum
+from benchlib.optimum import ENOUGH, find_optimum
 from benchlib.panels import condition_order
 from benchlib.tables import group_of
 from benchlib.verdicts import level_of, log_interval, observations
@@ -147,11 +147,9 @@ def _mark_optima(rows: Iterable[Row]) -> list[Row]:
     """Trees of ENOUGH budgets beside a baseline get their `optimum`; the fastest measured one is `best`, an oracle."""
     marked = []
     for group in grouped(rows, lambda r: (*group_of(r), r["extra"], r["prompt"])):
-        points, auto_ms = budget_points(group)
-        measured = [r for r in group if r["method"] == "ddtree" and r["speedup"] is not None]
-        if group[0]["prompt"] == ALL and measured and auto_ms is not None and len({p.budget for p in points}) >= ENOUGH:
-            found = predict_optimum(points, auto_ms, block_size=measured[0]["block_size"])
-            best = max(measured, key=lambda r: float(r["speedup"]))
+        if group[0]["prompt"] == ALL and (optimum := find_optimum(group)):
+            found, best = optimum
+            measured = [r for r in group if r["method"] == "ddtree" and r["speedup"] is not None]
             told = {
                 "optimum": found,
                 "predicted": f"b{found.budget}, {found.speedup:.2f} ×",

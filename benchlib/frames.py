@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 ALL = "all"
-DETECTION = Path(__file__).resolve().parents[1] / "report" / "detection.json"
+ROOT = Path(__file__).resolve().parents[1]
+DETECTION = ROOT / "report" / "detection.json"
 Row = dict[str, Any]
 
 # What the method is made of: the fields in which a method differs from its baseline.
@@ -113,7 +114,7 @@ def find_file(path: Path | str) -> Path:
 
 
 def _find(path: Path | str, fits: Callable[[Path], bool]) -> Path | None:
-    places = (Path(path), Path(__file__).resolve().parent.parent / path)
+    places = (Path(path), ROOT / path)
     return next((place.resolve() for place in places if fits(place)), None)
 
 

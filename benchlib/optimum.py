@@ -18,7 +18,17 @@ from typing import Any
 
 from benchlib.errors import ComparisonError
 
-__all__ = ["ENOUGH", "BudgetPoint", "Curves", "Optimum", "Prediction", "budget_points", "fit_curves", "predict_optimum"]
+__all__ = [
+    "ENOUGH",
+    "BudgetPoint",
+    "Curves",
+    "Optimum",
+    "Prediction",
+    "budget_points",
+    "find_optimum",
+    "fit_curves",
+    "predict_optimum",
+]
 
 ENOUGH = 3
 
@@ -89,6 +99,17 @@ def budget_points(rows: Iterable[Mapping[str, Any]]) -> tuple[list[BudgetPoint],
     values = [[row.get(key) for key in keys] for row in found if row["method"] == "ddtree"]
     points = sorted((BudgetPoint(*v) for v in values if None not in v), key=lambda p: p.budget)  # type: ignore[arg-type]
     return points, next((row["step_ms"] for row in found if row["method"] == "auto" and row["step_ms"]), None)
+
+
+def find_optimum(rows: Iterable[Mapping[str, Any]]) -> tuple[Optimum, Mapping[str, Any]] | None:
+    """(predicted, the fastest measured row: an oracle) of one place; None below ENOUGH budgets or without auto."""
+    found = list(rows)
+    points, auto_ms = budget_points(found)
+    measured = [row for row in found if row["method"] == "ddtree" and row["speedup"] is not None]
+    if not measured or auto_ms is None or len({point.budget for point in points}) < ENOUGH:
+        return None
+    best = max(measured, key=lambda row: float(row["speedup"]))
+    return predict_optimum(points, auto_ms, block_size=measured[0]["block_size"]), best
 
 
 def fit_curves(points: Sequence[BudgetPoint], block_size: int) -> Curves:

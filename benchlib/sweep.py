@@ -175,8 +175,8 @@ def run_sweep(
     if not runs:
         raise SpecError("nothing to run: the selection is empty")
     _check_parameters(notebook, runs[0])
-    for spec in runs:
-        build_prompts(spec.workload.prompt_set, spec.workload.prompts, vocab_size=1)  # SpecError for what is none
+    for work in {spec.workload for spec in runs}:  # of a sweep they are one
+        build_prompts(work.prompt_set, work.prompts, vocab_size=1)  # SpecError for what is none
     outcomes, checked = [], False
     shown = show_progress() if listener is None else nullcontext(listener)
     with _locked(results / runs[0].campaign), signals_raise(), shown as hears:

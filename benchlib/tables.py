@@ -15,7 +15,7 @@ from benchlib.compare import AB_AXES, BASELINE, ONE_ROUND, WRONG_OUTPUT, compare
 from benchlib.errors import ComparisonError
 from benchlib.frames import ALL, Row, grouped, method_label, rows_of
 from benchlib.metrics import METRICS
-from benchlib.optimum import ENOUGH, budget_points, predict_optimum
+from benchlib.optimum import ENOUGH, find_optimum
 from benchlib.telemetry import MAX_THROTTLED_SHARE
 from benchlib.typeset import Cell, Column, Table, redact
 from benchlib.verdicts import ONE_START
@@ -186,12 +186,9 @@ def _optimum_table(rows: Sequence[Row], source: str) -> Table:
     body: list[str | tuple[Cell, ...]] = []
     pooled = (r for r in rows if r["prompt"] == ALL and r["status"] == "ok")
     for group in grouped(pooled, lambda r: (*group_of(r), *(r[axis] for axis in AB_AXES))):
-        points, auto_ms = budget_points(group)
-        measured = [r for r in group if r["method"] == "ddtree" and r["speedup"] is not None]
-        if not measured or auto_ms is None or len(points) < ENOUGH:
+        if (optimum := find_optimum(group)) is None:
             continue
-        found = predict_optimum(points, auto_ms, block_size=measured[0]["block_size"])
-        best = max(measured, key=lambda r: float(r["speedup"]))
+        found, best = optimum
         error = "not known" if found.error is None else f"{100 * found.error:.1f}%"
         edge = " (edge)" if found.at_edge else ""
         oracle = (f"b{best['tree_budget']} (oracle)", f"{best['speedup']:.2f} ×")
